@@ -1,0 +1,254 @@
+from kvtierd.v1 import kvtier_pb2 as _kvtier_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class GetStatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class TierStatus(_message.Message):
+    __slots__ = ("tier", "capacity_bytes", "reserved_bytes", "used_bytes", "copies", "dirty_bytes", "pinned_bytes", "path", "suspended")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
+    DIRTY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PINNED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    SUSPENDED_FIELD_NUMBER: _ClassVar[int]
+    tier: _kvtier_pb2.Tier
+    capacity_bytes: int
+    reserved_bytes: int
+    used_bytes: int
+    copies: int
+    dirty_bytes: int
+    pinned_bytes: int
+    path: str
+    suspended: str
+    def __init__(self, tier: _Optional[_Union[_kvtier_pb2.Tier, str]] = ..., capacity_bytes: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., copies: _Optional[int] = ..., dirty_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., path: _Optional[str] = ..., suspended: _Optional[str] = ...) -> None: ...
+
+class TenantStatus(_message.Message):
+    __slots__ = ("tenant", "blocks", "used_bytes", "quota_bytes", "hits", "misses")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    QUOTA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    MISSES_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    blocks: int
+    used_bytes: _containers.RepeatedScalarFieldContainer[int]
+    quota_bytes: _containers.RepeatedScalarFieldContainer[int]
+    hits: int
+    misses: int
+    def __init__(self, tenant: _Optional[str] = ..., blocks: _Optional[int] = ..., used_bytes: _Optional[_Iterable[int]] = ..., quota_bytes: _Optional[_Iterable[int]] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ...) -> None: ...
+
+class SessionStatus(_message.Message):
+    __slots__ = ("id", "client_name", "tenant", "model", "fingerprint", "processes", "tickets", "ticket_bytes", "age_s", "pid")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_NAME_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    PROCESSES_FIELD_NUMBER: _ClassVar[int]
+    TICKETS_FIELD_NUMBER: _ClassVar[int]
+    TICKET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    client_name: str
+    tenant: str
+    model: str
+    fingerprint: str
+    processes: int
+    tickets: int
+    ticket_bytes: int
+    age_s: float
+    pid: int
+    def __init__(self, id: _Optional[str] = ..., client_name: _Optional[str] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ..., processes: _Optional[int] = ..., tickets: _Optional[int] = ..., ticket_bytes: _Optional[int] = ..., age_s: _Optional[float] = ..., pid: _Optional[int] = ...) -> None: ...
+
+class GetStatusResponse(_message.Message):
+    __slots__ = ("boot_epoch", "version", "uptime_s", "tiers", "tenants", "sessions", "counters", "blocks", "draining")
+    class CountersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    BOOT_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    boot_epoch: int
+    version: str
+    uptime_s: float
+    tiers: _containers.RepeatedCompositeFieldContainer[TierStatus]
+    tenants: _containers.RepeatedCompositeFieldContainer[TenantStatus]
+    sessions: _containers.RepeatedCompositeFieldContainer[SessionStatus]
+    counters: _containers.ScalarMap[str, float]
+    blocks: int
+    draining: bool
+    def __init__(self, boot_epoch: _Optional[int] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., tenants: _Optional[_Iterable[_Union[TenantStatus, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ..., blocks: _Optional[int] = ..., draining: bool = ...) -> None: ...
+
+class GetConfigRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetConfigResponse(_message.Message):
+    __slots__ = ("toml",)
+    TOML_FIELD_NUMBER: _ClassVar[int]
+    toml: str
+    def __init__(self, toml: _Optional[str] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("timeout_s", "resume")
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
+    timeout_s: float
+    resume: bool
+    def __init__(self, timeout_s: _Optional[float] = ..., resume: bool = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ("dirty_bytes",)
+    DIRTY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    dirty_bytes: int
+    def __init__(self, dirty_bytes: _Optional[int] = ...) -> None: ...
+
+class CheckpointRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CheckpointResponse(_message.Message):
+    __slots__ = ("copies",)
+    COPIES_FIELD_NUMBER: _ClassVar[int]
+    copies: int
+    def __init__(self, copies: _Optional[int] = ...) -> None: ...
+
+class ListBlocksRequest(_message.Message):
+    __slots__ = ("tenant", "tier", "page_size", "page_token")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    tier: _kvtier_pb2.Tier
+    page_size: int
+    page_token: str
+    def __init__(self, tenant: _Optional[str] = ..., tier: _Optional[_Union[_kvtier_pb2.Tier, str]] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+
+class BlockInfo(_message.Message):
+    __slots__ = ("key", "tenant", "fingerprint", "bytes", "states", "pins", "idle_s")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    STATES_FIELD_NUMBER: _ClassVar[int]
+    PINS_FIELD_NUMBER: _ClassVar[int]
+    IDLE_S_FIELD_NUMBER: _ClassVar[int]
+    key: bytes
+    tenant: str
+    fingerprint: bytes
+    bytes: int
+    states: _containers.RepeatedScalarFieldContainer[str]
+    pins: int
+    idle_s: float
+    def __init__(self, key: _Optional[bytes] = ..., tenant: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., bytes: _Optional[int] = ..., states: _Optional[_Iterable[str]] = ..., pins: _Optional[int] = ..., idle_s: _Optional[float] = ...) -> None: ...
+
+class ListBlocksResponse(_message.Message):
+    __slots__ = ("blocks", "next_page_token")
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    blocks: _containers.RepeatedCompositeFieldContainer[BlockInfo]
+    next_page_token: str
+    def __init__(self, blocks: _Optional[_Iterable[_Union[BlockInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class GetStoryRequest(_message.Message):
+    __slots__ = ("key",)
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    key: bytes
+    def __init__(self, key: _Optional[bytes] = ...) -> None: ...
+
+class StoryEvent(_message.Message):
+    __slots__ = ("at_s", "key", "tier", "to", "why")
+    AT_S_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    FROM_FIELD_NUMBER: _ClassVar[int]
+    TO_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    at_s: float
+    key: bytes
+    tier: _kvtier_pb2.Tier
+    to: str
+    why: str
+    def __init__(self, at_s: _Optional[float] = ..., key: _Optional[bytes] = ..., tier: _Optional[_Union[_kvtier_pb2.Tier, str]] = ..., to: _Optional[str] = ..., why: _Optional[str] = ..., **kwargs) -> None: ...
+
+class GetStoryResponse(_message.Message):
+    __slots__ = ("events", "block")
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    events: _containers.RepeatedCompositeFieldContainer[StoryEvent]
+    block: BlockInfo
+    def __init__(self, events: _Optional[_Iterable[_Union[StoryEvent, _Mapping]]] = ..., block: _Optional[_Union[BlockInfo, _Mapping]] = ...) -> None: ...
+
+class EvictBlocksRequest(_message.Message):
+    __slots__ = ("tenant", "fingerprint", "keys", "tier", "idle_s", "all")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    IDLE_S_FIELD_NUMBER: _ClassVar[int]
+    ALL_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    fingerprint: bytes
+    keys: bytes
+    tier: _kvtier_pb2.Tier
+    idle_s: float
+    all: bool
+    def __init__(self, tenant: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., tier: _Optional[_Union[_kvtier_pb2.Tier, str]] = ..., idle_s: _Optional[float] = ..., all: bool = ...) -> None: ...
+
+class EvictBlocksResponse(_message.Message):
+    __slots__ = ("evicted",)
+    EVICTED_FIELD_NUMBER: _ClassVar[int]
+    evicted: int
+    def __init__(self, evicted: _Optional[int] = ...) -> None: ...
+
+class PinBlocksRequest(_message.Message):
+    __slots__ = ("keys", "tenant", "expires_s")
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_S_FIELD_NUMBER: _ClassVar[int]
+    keys: bytes
+    tenant: str
+    expires_s: float
+    def __init__(self, keys: _Optional[bytes] = ..., tenant: _Optional[str] = ..., expires_s: _Optional[float] = ...) -> None: ...
+
+class PinBlocksResponse(_message.Message):
+    __slots__ = ("ticket", "pinned")
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    ticket: int
+    pinned: int
+    def __init__(self, ticket: _Optional[int] = ..., pinned: _Optional[int] = ...) -> None: ...
+
+class UnpinBlocksRequest(_message.Message):
+    __slots__ = ("ticket",)
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    ticket: int
+    def __init__(self, ticket: _Optional[int] = ...) -> None: ...
+
+class UnpinBlocksResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

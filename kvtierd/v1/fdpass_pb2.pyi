@@ -1,0 +1,95 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class DescriptorRequest(_message.Message):
+    __slots__ = ("join", "map", "unmapped")
+    JOIN_FIELD_NUMBER: _ClassVar[int]
+    MAP_FIELD_NUMBER: _ClassVar[int]
+    UNMAPPED_FIELD_NUMBER: _ClassVar[int]
+    join: Join
+    map: MapExtents
+    unmapped: ExtentsUnmapped
+    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., map: _Optional[_Union[MapExtents, _Mapping]] = ..., unmapped: _Optional[_Union[ExtentsUnmapped, _Mapping]] = ...) -> None: ...
+
+class Join(_message.Message):
+    __slots__ = ("session", "shard", "pins_memory", "numa_node")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    PINS_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    NUMA_NODE_FIELD_NUMBER: _ClassVar[int]
+    session: bytes
+    shard: int
+    pins_memory: bool
+    numa_node: int
+    def __init__(self, session: _Optional[bytes] = ..., shard: _Optional[int] = ..., pins_memory: bool = ..., numa_node: _Optional[int] = ...) -> None: ...
+
+class MapExtents(_message.Message):
+    __slots__ = ("extents",)
+    EXTENTS_FIELD_NUMBER: _ClassVar[int]
+    extents: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, extents: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ExtentsUnmapped(_message.Message):
+    __slots__ = ("extents",)
+    EXTENTS_FIELD_NUMBER: _ClassVar[int]
+    extents: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, extents: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class DescriptorResponse(_message.Message):
+    __slots__ = ("joined", "extents", "revoked", "error")
+    JOINED_FIELD_NUMBER: _ClassVar[int]
+    EXTENTS_FIELD_NUMBER: _ClassVar[int]
+    REVOKED_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    joined: Joined
+    extents: ExtentDescriptors
+    revoked: Revoked
+    error: DescriptorError
+    def __init__(self, joined: _Optional[_Union[Joined, _Mapping]] = ..., extents: _Optional[_Union[ExtentDescriptors, _Mapping]] = ..., revoked: _Optional[_Union[Revoked, _Mapping]] = ..., error: _Optional[_Union[DescriptorError, _Mapping]] = ...) -> None: ...
+
+class Joined(_message.Message):
+    __slots__ = ("boot_epoch", "slot_bytes")
+    BOOT_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    boot_epoch: int
+    slot_bytes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, boot_epoch: _Optional[int] = ..., slot_bytes: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ExtentDescriptors(_message.Message):
+    __slots__ = ("extents", "unknown")
+    EXTENTS_FIELD_NUMBER: _ClassVar[int]
+    UNKNOWN_FIELD_NUMBER: _ClassVar[int]
+    extents: _containers.RepeatedCompositeFieldContainer[Extent]
+    unknown: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, extents: _Optional[_Iterable[_Union[Extent, _Mapping]]] = ..., unknown: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Extent(_message.Message):
+    __slots__ = ("id", "size_bytes", "slot_bytes", "shard")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    size_bytes: int
+    slot_bytes: int
+    shard: int
+    def __init__(self, id: _Optional[int] = ..., size_bytes: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., shard: _Optional[int] = ...) -> None: ...
+
+class Revoked(_message.Message):
+    __slots__ = ("extents",)
+    EXTENTS_FIELD_NUMBER: _ClassVar[int]
+    extents: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, extents: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class DescriptorError(_message.Message):
+    __slots__ = ("reason", "message")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    message: str
+    def __init__(self, reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
