@@ -1,0 +1,109 @@
+"""Tickets: what a session has been granted and has not given back yet.
+
+A ticket is ended by its owner (Commit, Abort, Release, Cancel, Unpin) or by the end of the session. No time-out ends a save
+or a load, because a live client may still be copying; deadlines only turn what was never handed out into a miss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from kvtierd.core.block import Block, Copy
+from kvtierd.core.realm import Realm
+from kvtierd.errors import Reason
+
+
+class Entry(IntEnum):
+    """State of one key of a load or prefetch."""
+
+    MISSING = 0
+    WAITING = 1
+    """Held on NVMe only; that copy is pinned until the promotion ends."""
+    READY = 2
+    """Readable and pinned, not handed out yet."""
+    TAKEN = 3
+    """Handed out; the client may be copying."""
+    RELEASED = 4
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One attached engine (all of its processes) or remote caller."""
+
+    session_id: int
+    realm: Realm
+    tickets: dict[int, SaveTicket | ReadTicket] = field(default_factory=dict)
+    ticket_bytes: int = 0
+    """Bytes of blocks that its tickets hold in memory."""
+    moving_bytes: int = 0
+    """Bytes on their way up that its tickets wait for."""
+
+    @property
+    def held_bytes(self) -> int:
+        """What counts against the session's share of memory."""
+        return self.ticket_bytes + self.moving_bytes
+
+
+@dataclass(slots=True, eq=False)
+class SaveTicket:
+    """Slots that a client fills. ``open[i]`` is None once key i was committed or aborted."""
+
+    ticket_id: int
+    session: Session
+    realm: Realm
+    open: list[Copy | None]
+    left: int
+
+
+@dataclass(slots=True, eq=False)
+class ReadTicket:
+    """Blocks that a client reads or will read."""
+
+    ticket_id: int
+    session: Session
+    realm: Realm
+    prefetch: bool
+    each: bool
+    deadline_s: float
+    copies: list[Copy | None]
+    """The pinned copy of each key: on NVMe while WAITING, above it once READY."""
+    entries: bytearray
+    """An :class:`Entry` a key."""
+    found_on: bytes
+    """Mask of the tier that each key was found on when the ticket was made."""
+    waiting: int = 0
+    cursor: int = 0
+    """Keys before this one were handed out or are missing."""
+    open: int = 0
+    """Keys that are not RELEASED or MISSING."""
+    reason: Reason = Reason.UNSPECIFIED
+    """Why the rest is missing."""
+    closed: bool = False
+
+    @property
+    def ready(self) -> int:
+        """Keys whose bytes are in memory or were handed out."""
+        return sum(e in (Entry.READY, Entry.TAKEN, Entry.RELEASED) for e in self.entries)
+
+
+@dataclass(slots=True, eq=False)
+class PinTicket:
+    """Copies that an operator or client keeps in place until a time."""
+
+    ticket_id: int
+    tenants: set[str]
+    copies: list[Copy]
+    expires_s: float
+    size_bytes: list[int]
+    """By tier."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveGrant:
+    """Answer to a Save: one outcome a key (``kvtierd.v1.SaveOutcome``) and the slots of the granted keys in order."""
+
+    ticket_id: int
+    outcomes: list[int]
+    slots: list[int]
+    held: list[Block]

@@ -1,0 +1,676 @@
+"""The core: every event of the daemon goes in here, with the time; answers and commands come out.
+
+Pure state: no I/O, no clock, no threads, no randomness. The shell calls one method an event, then runs
+:meth:`TierCore.take_commands` in order, calls :meth:`TierCore.move_done` and :meth:`TierCore.extent_released` for what it was
+told to do, and :meth:`TierCore.tick` when :meth:`TierCore.next_deadline` has come. The simulator does the same with a fake
+clock and fake tiers.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable
+from typing import Final
+
+from kvtierd.core.block import Block, Copy, CopyState, check_block
+from kvtierd.core.commands import Command
+from kvtierd.core.movement import Mover
+from kvtierd.core.realm import Realm, Tenant
+from kvtierd.core.space import Space
+from kvtierd.core.state import CoreConfig, CoreState, Recovered, StoryEvent
+from kvtierd.core.stats import StatsSnapshot, TenantStats, TierStats
+from kvtierd.core.tickets import Entry, PinTicket, ReadTicket, SaveGrant, SaveTicket, Session
+from kvtierd.errors import Reason, RequestError
+from kvtierd.model import KEY_BYTES, Namespace, Result, Tier, split_keys
+
+GRANTED: Final = 1
+HELD: Final = 2
+IN_PROGRESS: Final = 3
+BUSY: Final = 4
+QUOTA: Final = 5
+TOO_LARGE: Final = 6
+DRAINING: Final = 7
+LIMIT: Final = 8
+"""Outcomes of a Save, a key; values of ``kvtierd.v1.SaveOutcome``."""
+
+_REFUSED: Final = {Reason.BUSY: BUSY, Reason.QUOTA: QUOTA, Reason.TOO_LARGE: TOO_LARGE}
+OUTCOME_NAMES: Final = ("", "granted", "held", "in_progress", "busy", "quota", "too_large", "draining", "limit")
+BULK_KEYS: Final = 128
+"""From so many keys on, a vectorised lookup is faster."""
+MIN_TICK_S: Final = 0.05
+"""Least time between two ticks, so that work that cannot be done yet does not spin."""
+RETRY_TICK_S: Final = 1.0
+"""Time until a TTL is tried again that could not be applied when it ran out."""
+
+
+class TierCore:
+    """Policy and state of all tiers."""
+
+    def __init__(self, config: CoreConfig, limits: dict[str, Tenant] | None = None) -> None:
+        """Make an empty core.
+
+        Args:
+            config: tiers and limits.
+            limits: tenants that have limits of their own; others get none.
+        """
+        known = limits or {}
+        self.state = CoreState(config, lambda name: known.get(name) or Tenant(name))
+        self._space = Space(self.state)
+        self._mover = Mover(self.state, self._space)
+        self.sessions: dict[int, Session] = {}
+        self.pins: dict[int, PinTicket] = {}
+        self._reads: dict[int, ReadTicket] = {}
+        """Open loads and prefetches."""
+        self._alarms: list[tuple[float, int]] = []
+        """(time, ticket id) of deadlines and expiries; entries of closed tickets are dropped as they surface or in bulk."""
+        self._last_tick_s = float("-inf")
+        self._next_realm_id = 1
+
+    # ---- realms and sessions
+
+    def open_realm(self, tenant: str, namespace: Namespace, realm_id: int | None = None) -> tuple[Realm, bool]:
+        """The realm of a tenant and namespace, and whether it is new. ``realm_id`` is given when it is recovered.
+
+        Raises:
+            RequestError: LIMIT when there are too many realms.
+        """
+        state = self.state
+        identity = (tenant, namespace.fingerprint())
+        known = state.realm_ids.get(identity)
+        if known is not None:
+            return state.realms[known], False
+        if len(state.realms) >= state.config.max_realms:
+            raise RequestError(Reason.LIMIT, f"{state.config.max_realms} namespaces are in use; evict some or restart the daemon")
+        if realm_id is None:
+            realm_id = self._next_realm_id
+        self._next_realm_id = max(self._next_realm_id, realm_id + 1)
+        owner = state.tenant(tenant)
+        realm = Realm(realm_id, owner, namespace)
+        owner.realms.append(realm)
+        state.realms[realm_id] = realm
+        state.realm_ids[identity] = realm_id
+        return realm, True
+
+    def attach(self, session_id: int, realm: Realm) -> Session:
+        """Begin a session."""
+        session = self.sessions[session_id] = Session(session_id, realm)
+        return session
+
+    def detach(self, now: float, session: Session) -> None:
+        """End a session: all of its processes have gone, so its open slots and pins come back."""
+        for ticket in list(session.tickets.values()):
+            if isinstance(ticket, SaveTicket):
+                self._abort(now, ticket, range(len(ticket.open)), "session ended")
+            else:
+                self._close_read(now, ticket)
+        del self.sessions[session.session_id]
+        self._mover.pump(now)
+
+    def _check_tickets(self, session: Session) -> None:
+        if len(session.tickets) >= self.state.config.max_tickets:
+            raise RequestError(Reason.LIMIT, f"{len(session.tickets)} tickets are open; commit, abort or release some first")
+
+    def _ticket(self, session: Session, ticket_id: int) -> SaveTicket | ReadTicket:
+        ticket = session.tickets.get(ticket_id)
+        if ticket is None:
+            raise RequestError(Reason.UNKNOWN_TICKET, f"ticket {ticket_id} is not open in this session")
+        return ticket
+
+    # ---- lookup
+
+    def lookup(self, realm: Realm, keys: list[bytes], *, each: bool = False) -> tuple[int, bytes]:
+        """Keys held and a mask of tiers a key (up to the first miss, or with ``each`` for every key). Changes nothing."""
+        blocks = list(map(realm.index.get, keys))
+        if each:
+            masks = bytes([0 if block is None else block.mask for block in blocks])
+            return len(masks) - masks.count(0), masks
+        end = blocks.index(None) if None in blocks else len(blocks)
+        masks = bytes([block.mask for block in blocks[:end]])  # type: ignore[union-attr]
+        first_hidden = masks.find(0)
+        if first_hidden >= 0:
+            masks = masks[:first_hidden]
+        return len(masks), masks
+
+    def lookup_packed(self, realm: Realm, packed: bytes, *, each: bool = False) -> tuple[int, bytes]:
+        """Like :meth:`lookup`, for packed keys; many at once take the vectorised way."""
+        if len(packed) < BULK_KEYS * KEY_BYTES:
+            return self.lookup(realm, split_keys(packed), each=each)
+        masks = realm.presence.lookup(packed)
+        if each:
+            return len(masks) - masks.count(0), masks
+        first_miss = masks.find(0)
+        masks = masks if first_miss < 0 else masks[:first_miss]
+        return len(masks), masks
+
+    # ---- save
+
+    def save(self, now: float, session: Session, realm: Realm, keys: list[bytes]) -> SaveGrant:
+        """Grant slots for keys that are held nowhere. Held ones count as used now.
+
+        Raises:
+            RequestError: LIMIT when the session has too many tickets.
+        """
+        self._check_tickets(session)
+        state = self.state
+        outcomes: list[int] = []
+        copies: list[Copy | None] = []
+        slots: list[int] = []
+        size = realm.tier_bytes[Tier.CPU]
+        limit = state.config.max_ticket_share * state.config.capacity_bytes[Tier.CPU]
+        refused = DRAINING if state.draining else 0
+        # Held ones first, so that room for the others is not made at their expense.
+        held = [block for key in keys if (block := realm.index.get(key)) is not None and block.mask]
+        state.touch(now, held)
+        for key in keys:
+            block = realm.index.get(key)
+            if block is not None:
+                outcomes.append(HELD if block.mask else IN_PROGRESS)
+                continue
+            if not refused and session.held_bytes and session.held_bytes + size > limit:
+                refused = LIMIT
+            if not refused:
+                taken = self._space.allocate(now, Tier.CPU, realm)
+                if isinstance(taken, Reason):
+                    refused = _REFUSED[taken]
+                else:
+                    copies.append(state.new_copy(now, Block(key, realm, now), Tier.CPU, taken, "save"))
+                    slots.extend(taken)
+                    session.ticket_bytes += size
+            outcomes.append(refused or GRANTED)
+        if not all(block.mask for block in held):
+            # In a small tier they had to go for keys that came later all the same.
+            held = [block for block in held if block.mask]
+            outcomes = [BUSY if o == HELD and k not in realm.index else o for k, o in zip(keys, outcomes, strict=True)]
+        ticket_id = 0
+        if copies:
+            ticket_id = next(state.ids)
+            session.tickets[ticket_id] = SaveTicket(ticket_id, session, realm, copies, len(copies))
+        for outcome, count in Counter(outcomes).items():
+            state.counts.saves[(realm.tenant.name, OUTCOME_NAMES[outcome])] += count
+        self._mover.pump(now)
+        return SaveGrant(ticket_id, outcomes, slots, held)
+
+    def commit(self, now: float, session: Session, ticket_id: int, indexes: Iterable[int] = ()) -> list[Block]:
+        """Publish filled blocks; all that are open without indexes. Returns those published, tail first.
+
+        Raises:
+            RequestError: UNKNOWN_TICKET for a ticket or index that is not open in this session.
+        """
+        ticket, which = self._open_save(session, ticket_id, indexes)
+        state = self.state
+        published = []
+        # From tail to head, so that leaves are older than roots.
+        for index in reversed(which):
+            copy = self._close_index(ticket, index)
+            copy.block.used_at_s = now
+            if copy.state is CopyState.FILLING:
+                state.set_state(now, copy, CopyState.READY, "commit")
+                published.append(copy.block)
+            state.unpin(now, copy)
+        self._mover.pump(now)
+        return published
+
+    def abort(self, now: float, session: Session, ticket_id: int, indexes: Iterable[int] = ()) -> None:
+        """Return granted slots unused. Raises like :meth:`commit`."""
+        ticket, which = self._open_save(session, ticket_id, indexes)
+        self._abort(now, ticket, which, "abort")
+        self._mover.pump(now)
+
+    def _open_save(self, session: Session, ticket_id: int, indexes: Iterable[int]) -> tuple[SaveTicket, list[int]]:
+        ticket = self._ticket(session, ticket_id)
+        if not isinstance(ticket, SaveTicket):
+            raise RequestError(Reason.UNKNOWN_TICKET, f"ticket {ticket_id} is no save's")
+        which = sorted(set(indexes))
+        for index in which:
+            if index >= len(ticket.open) or ticket.open[index] is None:
+                raise RequestError(Reason.UNKNOWN_TICKET, f"index {index} of ticket {ticket_id} is not open")
+        return ticket, which or [i for i, copy in enumerate(ticket.open) if copy is not None]
+
+    def _close_index(self, ticket: SaveTicket, index: int) -> Copy:
+        copy = ticket.open[index]
+        assert copy is not None
+        ticket.open[index] = None
+        ticket.left -= 1
+        ticket.session.ticket_bytes -= ticket.realm.tier_bytes[Tier.CPU]
+        if ticket.left == 0:
+            del ticket.session.tickets[ticket.ticket_id]
+        return copy
+
+    def _abort(self, now: float, ticket: SaveTicket, indexes: Iterable[int], why: str) -> None:
+        for index in indexes:
+            if ticket.open[index] is None:
+                continue
+            copy = self._close_index(ticket, index)
+            if copy.state is CopyState.FILLING:
+                self.state.set_state(now, copy, CopyState.DOOMED, why)
+            self.state.unpin(now, copy)
+
+    # ---- load and prefetch
+
+    def load(self, now: float, session: Session, realm: Realm, keys: list[bytes], deadline_s: float, *, each: bool) -> ReadTicket:
+        """Pin what is held of the keys; :meth:`collect` hands it out as it becomes readable.
+
+        Raises:
+            RequestError: LIMIT when the session has too many tickets.
+        """
+        ticket = self._read_ticket(now, session, realm, keys, deadline_s, each=each, prefetch=False)
+        tenant = realm.tenant
+        for mask in ticket.found_on:
+            if mask:
+                tenant.hits[_fastest(mask)] += 1
+        tenant.misses += len(keys) - sum(map(bool, ticket.found_on))
+        for other in list(session.tickets.values()):
+            # What was prefetched for this load is pinned by it now.
+            if isinstance(other, ReadTicket) and other.prefetch and _covers(ticket, other):
+                self._close_read(now, other)
+        self._mover.pump(now)
+        return ticket
+
+    def prefetch(self, now: float, session: Session, realm: Realm, keys: list[bytes], deadline_s: float) -> ReadTicket:
+        """Start promoting the prefix that is held; it stays pinned until the deadline, a load or :meth:`cancel`."""
+        ticket = self._read_ticket(now, session, realm, keys, deadline_s, each=False, prefetch=True)
+        self._mover.pump(now)
+        return ticket
+
+    def _read_ticket(
+        self, now: float, session: Session, realm: Realm, keys: list[bytes], deadline_s: float, *, each: bool, prefetch: bool
+    ) -> ReadTicket:
+        self._check_tickets(session)
+        state = self.state
+        limit = state.config.max_ticket_share * state.config.capacity_bytes[Tier.CPU]
+        size = realm.tier_bytes[Tier.CPU]
+        copies: list[Copy | None] = []
+        entries = bytearray()
+        found_on = bytearray()
+        blocks: list[Block] = []
+        waiting: list[int] = []
+        for index, key in enumerate(keys):
+            block = realm.index.get(key)
+            if block is None or not block.mask:
+                if not each:
+                    break
+                copies.append(None)
+                entries.append(Entry.MISSING)
+                found_on.append(0)
+                continue
+            blocks.append(block)
+            copy = block.cpu
+            if copy is not None and copy.state is CopyState.READY and (not session.held_bytes or session.held_bytes + size <= limit):
+                session.ticket_bytes += size
+                entries.append(Entry.READY)
+            else:
+                lowest = block.nvme
+                copy = lowest if lowest is not None and lowest.state is CopyState.READY else _ready_copy(block)
+                entries.append(Entry.WAITING)
+                waiting.append(index)
+            state.pin(copy)
+            copies.append(copy)
+            found_on.append(1 << _fastest(block.mask))
+        state.touch(now, blocks)
+        ticket = ReadTicket(next(state.ids), session, realm, prefetch, each, deadline_s, copies, entries, bytes(found_on))
+        ticket.waiting, ticket.open = len(waiting), len(blocks)
+        if not blocks:
+            ticket.closed = True
+        else:
+            session.tickets[ticket.ticket_id] = ticket
+            self._reads[ticket.ticket_id] = ticket
+            self._set_alarm(deadline_s, ticket.ticket_id)
+            self._mover.want(ticket, waiting)
+        return ticket
+
+    def collect(self, now: float, ticket: ReadTicket) -> tuple[list[int], list[int], bool]:
+        """Hand out the keys of a load that became readable, in order: their indexes, their slots, and whether that was all.
+
+        Past a miss nothing more is handed out unless the load wants each key.
+        """
+        indexes: list[int] = []
+        slots: list[int] = []
+        entries, copies = ticket.entries, ticket.copies
+        while ticket.cursor < len(entries):
+            state = entries[ticket.cursor]
+            if state == Entry.WAITING:
+                return indexes, slots, False
+            if state == Entry.MISSING and not ticket.each:
+                self._miss_rest(now, ticket, Reason.UNSPECIFIED)
+                self._mover.pump(now)
+                break
+            if state == Entry.READY:
+                copy = copies[ticket.cursor]
+                assert copy is not None
+                entries[ticket.cursor] = Entry.TAKEN
+                indexes.append(ticket.cursor)
+                slots.extend(copy.all_slots())
+            ticket.cursor += 1
+        if ticket.open == 0 and not ticket.closed:
+            self._end_read(now, ticket)
+        return indexes, slots, True
+
+    def _miss_rest(self, now: float, ticket: ReadTicket, reason: Reason) -> None:
+        """What was not handed out becomes a miss."""
+        for index in range(ticket.cursor, len(ticket.entries)):
+            if ticket.entries[index] in (Entry.WAITING, Entry.READY):
+                self._mover.miss(now, ticket, index, reason)
+        if not ticket.each:
+            ticket.cursor = len(ticket.entries)
+        if ticket.open == 0:
+            self._end_read(now, ticket)
+
+    def release(self, now: float, session: Session, ticket_id: int, indexes: Iterable[int] = ()) -> None:
+        """Unpin loaded keys; without indexes everything, which ends the load.
+
+        Raises:
+            RequestError: UNKNOWN_TICKET for a ticket that is not open in this session; BAD_REQUEST for an index that was not
+                handed out.
+        """
+        ticket = self._ticket(session, ticket_id)
+        if not isinstance(ticket, ReadTicket) or ticket.prefetch:
+            raise RequestError(Reason.UNKNOWN_TICKET, f"ticket {ticket_id} is no load's")
+        which = sorted(set(indexes))
+        for index in which:
+            if index >= len(ticket.entries) or ticket.entries[index] not in (Entry.TAKEN, Entry.RELEASED):
+                raise RequestError(Reason.BAD_REQUEST, f"index {index} of ticket {ticket_id} was not handed out")
+        if which:
+            for index in which:
+                if ticket.entries[index] == Entry.TAKEN:
+                    self._let_go(now, ticket, index)
+            if ticket.open == 0:
+                self._end_read(now, ticket)
+        else:
+            self._close_read(now, ticket)
+        self._mover.pump(now)
+
+    def abandon(self, now: float, ticket: ReadTicket) -> None:
+        """The caller of a load asks no more: what it was not given becomes a miss, what it was given stays until release."""
+        if not ticket.closed:
+            self._miss_rest(now, ticket, Reason.UNSPECIFIED)
+            self._mover.pump(now)
+
+    def cancel(self, now: float, session: Session, ticket_id: int) -> None:
+        """Drop a prefetch. Raises RequestError UNKNOWN_TICKET."""
+        ticket = self._ticket(session, ticket_id)
+        if not isinstance(ticket, ReadTicket) or not ticket.prefetch:
+            raise RequestError(Reason.UNKNOWN_TICKET, f"ticket {ticket_id} is no prefetch's")
+        self._close_read(now, ticket)
+        self._mover.pump(now)
+
+    def _let_go(self, now: float, ticket: ReadTicket, index: int) -> None:
+        copy = ticket.copies[index]
+        assert copy is not None
+        ticket.entries[index] = Entry.RELEASED
+        ticket.open -= 1
+        ticket.session.ticket_bytes -= copy.block.realm.tier_bytes[Tier.CPU]
+        self.state.unpin(now, copy)
+
+    def _close_read(self, now: float, ticket: ReadTicket) -> None:
+        for index, entry in enumerate(ticket.entries):
+            if entry == Entry.TAKEN:
+                self._let_go(now, ticket, index)
+            elif entry in (Entry.WAITING, Entry.READY):
+                self._mover.miss(now, ticket, index, Reason.UNSPECIFIED)
+        self._end_read(now, ticket)
+
+    def _end_read(self, now: float, ticket: ReadTicket) -> None:
+        ticket.closed = True
+        ticket.cursor = len(ticket.entries)
+        ticket.session.tickets.pop(ticket.ticket_id, None)
+        self._reads.pop(ticket.ticket_id, None)
+        # Blocks were linked as they were let go, in any order; leaves must be older than roots.
+        self.state.touch(now, [c.block for c in ticket.copies if c is not None])
+
+    def progress(self, ticket: ReadTicket) -> tuple[int, int, bool]:
+        """Keys held, keys ready in memory, and whether nothing more will come."""
+        return len(ticket.entries), ticket.ready, ticket.closed or ticket.waiting == 0
+
+    # ---- evict and pin
+
+    def evict_keys(self, now: float, realm: Realm, keys: list[bytes], tier: Tier | None = None, idle_s: float = 0.0) -> int:
+        """Forget copies of keys, on one tier or all. Returns how many. Copies in use go when their last user lets go."""
+        evicted = 0
+        for key in keys:
+            block = realm.index.get(key)
+            if block is None or block.used_at_s > now - idle_s:
+                continue
+            if tier is None:
+                evicted += self.state.evict_block(now, block, "request")
+            else:
+                copy = block.copy_on(tier)
+                if copy is not None:
+                    self.state.evict(now, copy, "request")
+                    evicted += 1
+        self._mover.pump(now)
+        return evicted
+
+    def keys_to_evict(self, now: float, realm: Realm, tier: Tier | None = None, idle_s: float = 0.0) -> list[bytes]:
+        """Keys of a realm that :meth:`evict_keys` would act on; the shell evicts them in portions."""
+        return [k for k, b in realm.index.items() if b.used_at_s <= now - idle_s and (tier is None or b.copy_on(tier) is not None)]
+
+    def pin(self, now: float, realms: list[Realm], keys: list[bytes], expires_s: float) -> PinTicket:
+        """Keep the fastest copy of each held key in place until ``expires_s`` (a time, not a duration).
+
+        The realms are one tenant's when a client asks; an operator may name several.
+
+        Raises:
+            RequestError: LIMIT when pins would hold more than their share of a tier.
+        """
+        state = self.state
+        distinct = dict.fromkeys(keys)
+        copies = [_ready_copy(b) for r in realms for k in distinct if (b := r.index.get(k)) is not None and b.mask]
+        size = [0, 0, 0]
+        for copy in copies:
+            size[copy.tier] += copy.block.realm.tier_bytes[copy.tier]
+        for tier in state.tiers:
+            held = sum(p.size_bytes[tier] for p in self.pins.values())
+            limit = int(state.config.max_ticket_share * state.config.capacity_bytes[tier])
+            if size[tier] and held + size[tier] > limit:
+                raise RequestError(
+                    Reason.LIMIT, f"pins would hold {held + size[tier]} bytes of {tier.name}; at most {limit}: unpin or pin fewer keys"
+                )
+        ticket = PinTicket(next(state.ids), {r.tenant.name for r in realms}, copies, expires_s, size)
+        for copy in copies:
+            state.pin(copy)
+        if copies:
+            self.pins[ticket.ticket_id] = ticket
+            self._set_alarm(expires_s, ticket.ticket_id)
+        return ticket
+
+    def unpin(self, now: float, ticket_id: int, tenant: str | None = None) -> None:
+        """Take a pin back. Raises RequestError UNKNOWN_TICKET when it expired, or is another tenant's."""
+        ticket = self.pins.get(ticket_id)
+        if ticket is None or (tenant is not None and ticket.tenants != {tenant}):
+            raise RequestError(Reason.UNKNOWN_TICKET, f"pin {ticket_id} is not there: it expired or was taken back")
+        self._drop_pin(now, ticket)
+        self._mover.pump(now)
+
+    def _drop_pin(self, now: float, ticket: PinTicket) -> None:
+        if self.pins.pop(ticket.ticket_id, None) is not None:
+            for copy in ticket.copies:
+                self.state.unpin(now, copy)
+
+    def _set_alarm(self, at_s: float, ticket_id: int) -> None:
+        if len(self._alarms) > 2 * (len(self._reads) + len(self.pins)) + 64:
+            self._alarms = [alarm for alarm in self._alarms if alarm[1] in self._reads or alarm[1] in self.pins]
+            heapq.heapify(self._alarms)
+        heapq.heappush(self._alarms, (at_s, ticket_id))
+
+    # ---- the shell's reports
+
+    def take_commands(self) -> list[Command]:
+        """What the shell has to do, in order."""
+        state = self.state
+        for tier in state.tiers:
+            state.take_pool_commands(tier)
+        commands, state.commands = state.commands, []
+        return commands
+
+    def move_done(self, now: float, move_id: int, result: Result) -> None:
+        """A move of :class:`StartMoves` has ended."""
+        self._mover.done(now, move_id, result)
+        self._mover.pump(now)
+
+    def extent_released(self, now: float, tier: Tier, extent_id: int) -> None:
+        """Nobody holds a retired extent any more."""
+        self.state.pools[tier].released(extent_id)
+        self.state.space_freed()
+        self._mover.pump(now)
+
+    def next_deadline(self) -> float | None:
+        """Time of the next :meth:`tick`; None when nothing is due."""
+        state = self.state
+        due = [first[0] for t in state.tiers if (first := state.ttl_order[t].first()) is not None]
+        if not self._mover.ttl_goes_on:
+            due = [at if at > self._last_tick_s else self._last_tick_s + RETRY_TICK_S for at in due]
+        if self._alarms:
+            due.append(self._alarms[0][0])
+        due.extend(state.next_pause_end_s())
+        return max(min(due), self._last_tick_s + MIN_TICK_S) if due else None
+
+    def tick(self, now: float) -> None:
+        """Let time pass: deadlines, expiries, TTLs, the end of pauses."""
+        state = self.state
+        self._last_tick_s = now
+        state.end_pauses(now)
+        while self._alarms and self._alarms[0][0] <= now:
+            _, ticket_id = heapq.heappop(self._alarms)
+            read = self._reads.get(ticket_id)
+            if ticket_id in self.pins:
+                self._drop_pin(now, self.pins[ticket_id])
+            elif read is not None and read.prefetch:
+                self._close_read(now, read)
+            elif read is not None:
+                self._miss_rest(now, read, Reason.DEADLINE)
+        self._mover.ttl_due = True
+        self._mover.pump(now)
+
+    def drain(self, now: float, *, on: bool) -> None:
+        """Stop granting slots and write everything down that exists only in memory; or go back to normal."""
+        self.state.draining = on
+        held = [c for t in self._reads.values() for c in t.copies] + [c for p in self.pins.values() for c in p.copies]
+        self._mover.drain_in_use(dict.fromkeys(c for c in held if c is not None))
+        self._mover.pump(now)
+
+    @property
+    def undrained_bytes(self) -> int:
+        """Bytes that exist only in memory while a lower tier could take them."""
+        state = self.state
+        left = 0
+        for tier in (t for t in state.tiers if state.lower(t) is not None):
+            stuck = [r for r in state.realms.values() if not (r.writable and state.fits_below(r, tier))]
+            left += state.dirty_bytes[tier] - sum(r.lru[tier].dirty.length * r.tier_bytes[tier] for r in stuck)
+        return left
+
+    # ---- recovery
+
+    def recover_extent(self, extent_id: int, slot_bytes: int, slot_count: int) -> None:
+        """Take over a segment found on NVMe, before its blocks."""
+        pool = self.state.pools[Tier.NVME]
+        pool.adopt_extent(pool.group(slot_bytes, slot_bytes, 0, -1), extent_id, slot_count)
+
+    def recovered(self, next_generation: int, next_extent_id: int) -> None:
+        """End the recovery: free lists are worked out, and ids go on where they were."""
+        pool = self.state.pools[Tier.NVME]
+        pool.adopted()
+        pool.next_extent_id = max(pool.next_extent_id, next_extent_id)
+        self.state.next_generation = max(self.state.next_generation, next_generation)
+
+    def recover_blocks(self, now: float, rows: Iterable[Recovered]) -> list[Recovered]:
+        """Take over blocks found on NVMe. Returns those whose key is there already: either copy has the same bytes.
+
+        Args:
+            now: counts as their last use, in the order given: oldest first.
+            rows: (realm id, key, generation, slots).
+        """
+        return self.state.adopt_blocks(now, rows)
+
+    # ---- reading
+
+    def snapshot(self) -> StatsSnapshot:
+        """All figures."""
+        state = self.state
+        tiers = []
+        for tier in state.tiers:
+            pool = state.pools[tier]
+            until, why = state.suspended.get(tier, (0.0, ""))
+            tiers.append(
+                TierStats(
+                    tier,
+                    pool.capacity_bytes,
+                    pool.reserved_bytes,
+                    pool.used_bytes,
+                    state.copies[tier],
+                    state.dirty_bytes[tier] if state.lower(tier) is not None else 0,
+                    state.pinned_bytes[tier],
+                    why if until else "",
+                )
+            )
+        tenants = [
+            TenantStats(t.name, t.blocks, _triple(t.used_bytes), _triple(t.quota_bytes), _triple(t.hits), t.misses)
+            for t in state.tenants.values()
+        ]
+        tickets = sum(len(s.tickets) for s in self.sessions.values()) + len(self.pins)
+        blocks = sum(t.blocks for t in state.tenants.values())
+        return StatsSnapshot(tiers, tenants, blocks, len(self.sessions), tickets, self._mover.queue_depth)
+
+    def story(self, prefix: bytes) -> list[StoryEvent]:
+        """Remembered changes of blocks whose key begins with ``prefix``, oldest first."""
+        return [event for event in self.state.story if event.key.startswith(prefix)]
+
+    def nvme_entries(self, realm: Realm, keys: list[bytes]) -> list[tuple[int, bytes, int, tuple[int, ...]]]:
+        """(realm id, key, generation, slots) of the readable NVMe copies among keys, for a snapshot."""
+        entries = []
+        for key in keys:
+            block = realm.index.get(key)
+            copy = block.nvme if block is not None else None
+            if copy is not None and copy.state is CopyState.READY:
+                entries.append((realm.realm_id, key, copy.generation, copy.all_slots()))
+        return entries
+
+    def check(self) -> None:
+        """Assert every invariant (visits everything)."""
+        self.state.check_usage()
+        for realm in self.state.realms.values():
+            realm.presence.check()
+            for key, block in realm.index.items():
+                assert block.key == key and block.realm is realm
+                check_block(block)
+        for session in self.sessions.values():
+            held = 0
+            for ticket in session.tickets.values():
+                if isinstance(ticket, SaveTicket):
+                    assert ticket.left == sum(c is not None for c in ticket.open) > 0
+                    held += ticket.left * ticket.realm.tier_bytes[Tier.CPU]
+                else:
+                    assert not ticket.closed
+                    assert ticket.waiting == ticket.entries.count(Entry.WAITING)
+                    in_memory = ticket.entries.count(Entry.READY) + ticket.entries.count(Entry.TAKEN)
+                    assert ticket.open == ticket.waiting + in_memory
+                    held += in_memory * ticket.realm.tier_bytes[Tier.CPU]
+            assert held == session.ticket_bytes
+            moving = [t for m in self.state.moves.values() for t, _ in m.waiters if t.session is session]
+            assert session.moving_bytes == sum(t.realm.tier_bytes[Tier.CPU] for t in moving)
+
+
+def _fastest(mask: int) -> int:
+    return (mask & -mask).bit_length() - 1
+
+
+def _ready_copy(block: Block) -> Copy:
+    copy = block.copy_on(Tier(_fastest(block.mask)))
+    assert copy is not None
+    return copy
+
+
+def _covers(load: ReadTicket, prefetch: ReadTicket) -> bool:
+    """True when a load is the one that a prefetch was for: it reads all of it, or all but the last block.
+
+    The blocks are compared at the end, because many requests begin with the same ones.
+    """
+    common = min(len(load.copies), len(prefetch.copies))
+    if not common or common < len(prefetch.copies) - 1:
+        return False
+    mine, other = load.copies[common - 1], prefetch.copies[common - 1]
+    return mine is not None and other is not None and mine.block is other.block
+
+
+def _triple(values: list[int]) -> tuple[int, int, int]:
+    return values[0], values[1], values[2]
