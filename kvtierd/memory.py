@@ -1,0 +1,186 @@
+"""Shared memory made of memfds: make, seal, map, fault in, give back. Linux only; used by the daemon and by clients.
+
+Mappings are made through libc and not through :mod:`mmap` for three reasons: a ``mmap`` object keeps a descriptor of its own
+(one more for each extent), its ``madvise`` holds the GIL, and it cannot be unmapped while somebody holds a view of it. Here the
+last view that goes away unmaps the memory, in whatever thread that happens.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import functools
+import os
+import platform
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Final
+
+PAGE_BYTES: Final = os.sysconf("SC_PAGESIZE")
+SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+"""What no holder of the descriptor can undo: the size stays, so nobody's access ends in a SIGBUS."""
+
+_PROT_READ_WRITE: Final = 3
+_MAP_SHARED: Final = 1
+_MAP_FAILED: Final = ctypes.c_void_p(-1).value
+_MADV_POPULATE_WRITE: Final = 23
+_KEEP_SIZE: Final = 1
+_PUNCH_HOLE: Final = 2
+_MPOL_PREFERRED: Final = 1
+_NODE_MASK_BITS: Final = 1024
+_MFD_NOEXEC_SEAL: Final = 8
+_MBIND: Final = {"x86_64": 237, "aarch64": 235}
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+
+
+def _check(status: int, what: str) -> None:
+    if status != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def create_memfd(name: str, size_bytes: int) -> int:
+    """Make an unsealed memfd of ``size_bytes`` without any page in it. Returns the descriptor (close-on-exec). Raises OSError."""
+    try:
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | _MFD_NOEXEC_SEAL)
+    except OSError as e:
+        if e.errno != errno.EINVAL:
+            raise
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)  # a kernel before 6.3
+    try:
+        os.ftruncate(fd, size_bytes)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def seal(fd: int) -> None:
+    """Fix the size of a memfd for good. Raises OSError."""
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+
+
+def punch(fd: int, size_bytes: int) -> None:
+    """Give all pages of a memfd back to the kernel at once, mapped or not; what is read afterwards is zero. Raises OSError."""
+    _check(_libc.fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, 0, size_bytes), "punching out a memfd")
+
+
+def allocate(fd: int, offset: int, length: int) -> None:
+    """Reserve the pages of a range without changing content. Raises OSError."""
+    _check(_libc.fallocate(fd, _KEEP_SIZE, offset, length), "allocating pages of a memfd")
+
+
+def filled_ranges(fd: int, size_bytes: int, max_bytes: int) -> Iterator[tuple[int, int]]:
+    """The ranges (offset, length) of a memfd that have pages, cut into pieces; each is looked up right before it is given out."""
+    offset = end = 0
+    while offset < size_bytes:
+        try:
+            start = os.lseek(fd, offset, os.SEEK_DATA)
+            if start != offset or start >= end:
+                end = os.lseek(fd, start, os.SEEK_HOLE)
+        except OSError as e:
+            if e.errno == errno.ENXIO:
+                return  # no more data
+            raise
+        length = min(end, size_bytes, start + max_bytes) - start
+        if length <= 0:
+            return
+        yield start, length
+        offset = start + length
+
+
+class SharedMapping:
+    """A whole memfd mapped for reading and writing. The descriptor may be closed afterwards.
+
+    Args:
+        fd: the memfd.
+        size_bytes: bytes to map; the memfd has at least as many.
+        on_unmapped: called once, right after the memory was unmapped, in the thread that dropped the last view. It must
+            neither block nor raise.
+
+    Attributes:
+        address: start of the mapping; valid until it is unmapped.
+        size_bytes: bytes that are mapped.
+
+    Raises:
+        OSError: it cannot be mapped.
+    """
+
+    def __init__(self, fd: int, size_bytes: int, on_unmapped: Callable[[], None] | None = None) -> None:
+        address = _libc.mmap(None, size_bytes, _PROT_READ_WRITE, _MAP_SHARED, fd, 0)
+        if address == _MAP_FAILED or address is None:
+            number = ctypes.get_errno()
+            raise OSError(number, f"mapping {size_bytes} bytes: {os.strerror(number)}")
+        self.address: int = address
+        self.size_bytes = size_bytes
+        memory = (ctypes.c_ubyte * size_bytes).from_address(address)
+        # Every view of the memory, a slice of a slice too, keeps this ctypes array alive.
+        weakref.finalize(memory, _unmap, address, size_bytes, on_unmapped).atexit = False
+        self._view: memoryview | None = memoryview(memory).cast("B")
+
+    @property
+    def view(self) -> memoryview:
+        """The whole mapping as bytes. Raises ValueError after :meth:`release`."""
+        view = self._view
+        if view is None:
+            raise ValueError("the mapping has been released")
+        return view
+
+    def release(self) -> None:
+        """Unmap: at once when nobody holds a view, else when the last view goes away."""
+        self._view = None
+
+    def populate(self, offset: int, length: int) -> None:
+        """Fault a range in for writing without changing it (with the GIL released). Raises OSError, ValueError."""
+        view = self.view  # keeps the mapping in place meanwhile
+        while _libc.madvise(self.address + offset, length, _MADV_POPULATE_WRITE) != 0:
+            number = ctypes.get_errno()
+            if number not in (errno.EINTR, errno.EAGAIN):
+                raise OSError(number, f"populating {length} bytes: {os.strerror(number)}")
+        del view
+
+    def prefer_node(self, node: int) -> bool:
+        """Have pages that do not exist yet come from a NUMA node while it has any. False where that cannot be had."""
+        number = _MBIND.get(platform.machine())
+        if number is None or not 0 <= node < _NODE_MASK_BITS:
+            return False
+        mask = (ctypes.c_ulong * (_NODE_MASK_BITS // 64))()
+        mask[node // 64] = 1 << (node % 64)
+        done: int = _libc.syscall(
+            ctypes.c_long(number),
+            ctypes.c_void_p(self.address),
+            ctypes.c_ulong(self.size_bytes),
+            ctypes.c_int(_MPOL_PREFERRED),
+            mask,
+            ctypes.c_ulong(_NODE_MASK_BITS),
+            ctypes.c_uint(0),
+        )
+        return done == 0
+
+
+def _unmap(address: int, size_bytes: int, on_unmapped: Callable[[], None] | None) -> None:
+    _libc.munmap(address, size_bytes)
+    if on_unmapped is not None:
+        on_unmapped()
+
+
+@functools.cache
+def can_populate() -> bool:
+    """True where the kernel knows MADV_POPULATE_WRITE (Linux 5.14 and newer)."""
+    fd = create_memfd("kvtierd-probe", PAGE_BYTES)
+    try:
+        SharedMapping(fd, PAGE_BYTES).populate(0, PAGE_BYTES)
+    except OSError as e:
+        if e.errno != errno.EINVAL:
+            raise
+        return False
+    finally:
+        os.close(fd)
+    return True

@@ -1,0 +1,78 @@
+"""What a tier's store must offer, and the results it may give.
+
+A store moves bytes and answers with a :class:`Result` a block; it decides nothing about which block lives where (the core
+does) and raises only for bugs. Device errors are results, because the world can do them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from typing_extensions import Buffer
+
+from kvtierd.model import Namespace, Result
+
+__all__ = ["BlockIo", "BlockStore", "RealmInfo", "Recovered", "RecoveredExtent", "Result"]
+
+
+@dataclass(frozen=True, slots=True)
+class RealmInfo:
+    """A realm: who may share memory. ``realm_id`` is stable across restarts."""
+
+    realm_id: int
+    tenant: str
+    namespace: Namespace
+
+
+@dataclass(slots=True)
+class BlockIo:
+    """One block to write to or read from a store, all shards.
+
+    ``slots[i]`` is shard ``i``'s slot in the store; ``buffers[i]`` is memory of exactly ``shard_bytes[i]`` bytes that
+    starts on a page and may be used up to the next page boundary.
+    """
+
+    realm_id: int
+    key: bytes
+    generation: int
+    slots: tuple[int, ...]
+    buffers: Sequence[Buffer]
+
+
+@dataclass(slots=True)
+class RecoveredExtent:
+    """A segment found after a restart."""
+
+    extent_id: int
+    slot_bytes: int
+    slot_count: int
+
+
+@dataclass(slots=True)
+class Recovered:
+    """What a persistent store still holds after a restart.
+
+    ``blocks`` yields (realm_id, key, generation, slots) once, oldest generation first, whole blocks only; slots never
+    overlap and lie inside ``extents``.
+    """
+
+    realms: list[RealmInfo]
+    extents: list[RecoveredExtent]
+    blocks: Iterator[tuple[int, bytes, int, tuple[int, ...]]]
+    next_generation: int
+    next_extent_id: int
+
+
+class BlockStore(Protocol):
+    """A store of blocks below CPU memory. ``write`` and ``read`` block and are called from worker threads."""
+
+    def write(self, blocks: Sequence[BlockIo]) -> list[Result]:
+        """Write blocks and make their existence durable against a crash of the process. One result a block."""
+
+    def read(self, blocks: Sequence[BlockIo]) -> list[Result]:
+        """Fill the blocks' buffers and verify them. A result other than OK means that the buffers hold nothing usable."""
+
+    def forget(self, blocks: Sequence[BlockIo]) -> None:
+        """Record that blocks are gone (buffers unused). Cheap and non-blocking; ordered before any later write's record."""

@@ -1,0 +1,339 @@
+"""One folder of the NVMe tier: is it fit for use, who holds it, which files in it are ours, and how is it doing.
+
+Files: ``LOCK``, ``pool.json`` (pool id and realms), ``journal-N.kvj``, ``snapshot-N.kvs`` and ``segment-E-B-C.kv`` (extent id,
+bytes of a slot, count of slots). ``*.tmp`` is unfinished and deleted at the next start. Files of another format version are
+renamed to ``*.old-format-N`` and never touched again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import fcntl
+import json
+import logging
+import mmap
+import os
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import xxhash
+
+from kvtierd.errors import StartupError
+from kvtierd.model import FORMAT_VERSION, PAGE_BYTES, Namespace
+from kvtierd.tiers.base import RealmInfo
+from kvtierd.tiers.record import FILE_HEADER_BYTES, POOL_ID_BYTES, file_version
+
+log = logging.getLogger(__name__)
+
+VOLATILE_FILE_SYSTEMS: Final = frozenset(["tmpfs", "ramfs", "rootfs", "overlay", "fuse.fuse-overlayfs", "aufs"])
+ERRORS_IN_A_ROW: Final = 3
+ERROR_WINDOW_S: Final = 60.0
+"""Errors in a row within this time stop new segments, which are tried again this long after the last error."""
+
+_SEGMENT_NAME: Final = re.compile(r"segment-(\d+)-(\d+)-(\d+)\.kv")
+_OUR_NAME: Final = re.compile(r"(segment-\d+-\d+-\d+\.kv|(journal|snapshot)-\d+\.kv[js]|pool\.json)(\.tmp)?|probe\.tmp")
+
+
+@dataclass(slots=True)
+class PoolFile:
+    """What ``pool.json`` says."""
+
+    pool_id: bytes
+    realms: list[RealmInfo] = field(default_factory=list)
+
+
+class Folder:
+    """A locked folder. Made by :meth:`claim`; thread-safe."""
+
+    def __init__(self, path: str, lock_fd: int, clock: Callable[[], float]) -> None:
+        self.path = path
+        self.direct = True
+        self.used_bytes = 0
+        """Bytes of segment files; the segment table keeps it."""
+        self.device = os.stat(path).st_dev
+        self._lock_fd = lock_fd
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._error_times_s: list[float] = []
+        self._last_error = ""
+        self.error_count = 0
+        """I/O errors since the start, reads and writes."""
+
+    @classmethod
+    def claim(cls, path: Path, *, allow_volatile: bool, clock: Callable[[], float]) -> Folder:
+        """Make the folder where it is missing, check it and lock it.
+
+        Raises:
+            StartupError: it cannot be made or written, is on a volatile file system, or another process holds it.
+        """
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise StartupError(f"nvme folder {path} cannot be made ({e.strerror}): make it, or name another in nvme.folders") from e
+        if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+            raise StartupError(f"nvme folder {path} is not writable for user {os.geteuid()}: chown or chmod it, or name another")
+        kind = file_system_of(path)
+        if kind in VOLATILE_FILE_SYSTEMS and not allow_volatile:
+            raise StartupError(
+                f"nvme folder {path} is on {kind}, which lives in memory or goes with the container: mount a volume there, "
+                "name another folder in nvme.folders, or set nvme.allow_volatile = true"
+            )
+        try:
+            fd = os.open(path / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as e:
+            raise StartupError(f"nvme folder {path} is not writable ({e.strerror}): chown, chmod or remount it") from e
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+            os.close(fd)
+            raise StartupError(
+                f"nvme folder {path} is in use by process {holder}: stop that daemon, or give this one its own nvme.folders"
+            ) from e
+        try:
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+            return cls(str(path), fd, clock)
+        except OSError as e:
+            os.close(fd)
+            raise StartupError(f"nvme folder {path} cannot be written ({e.strerror}): free space there, or name another") from e
+
+    def release(self) -> None:
+        """Give the lock back."""
+        os.close(self._lock_fd)
+
+    def file(self, name: str) -> str:
+        """Path of a file in the folder."""
+        return os.path.join(self.path, name)
+
+    def our_files(self) -> list[os.DirEntry[str]]:
+        """Files of the current format and unfinished ones, by name."""
+        with os.scandir(self.path) as entries:
+            return sorted((e for e in entries if _OUR_NAME.fullmatch(e.name)), key=lambda e: e.name)
+
+    def segments(self) -> list[tuple[int, int, int]]:
+        """(extent id, bytes of a slot, count of slots) of each segment file."""
+        matches = (_SEGMENT_NAME.fullmatch(e.name) for e in self.our_files())
+        return [(int(m[1]), int(m[2]), int(m[3])) for m in matches if m]
+
+    def file_bytes(self) -> int:
+        """Bytes on disk of our files, as the file system counts them."""
+        total = 0
+        for entry in self.our_files():
+            try:
+                total += entry.stat(follow_symlinks=False).st_blocks * 512
+            except FileNotFoundError:
+                continue
+        return total
+
+    def free_bytes(self) -> int:
+        """Bytes that this user may still write to the file system."""
+        stat = os.statvfs(self.path)
+        return stat.f_bavail * stat.f_frsize
+
+    def clean_up(self) -> None:
+        """Delete unfinished files and move those of another format version aside."""
+        for entry in self.our_files():
+            if entry.name.endswith(".tmp"):
+                os.unlink(entry.path)
+        others = {v for e in self.our_files() if (v := _version_of(e.path)) not in (None, FORMAT_VERSION)}
+        if others:
+            moved = self._move_aside("old-format")
+            log.warning(
+                "nvme folder %s holds format version %s, this program uses %s: %d files (%d bytes) were renamed to *.old-format-N "
+                "and are not used; delete them to get the space back",
+                self.path,
+                ", ".join(str(version) for version in others),
+                FORMAT_VERSION,
+                *moved,
+            )
+
+    def _move_aside(self, why: str) -> tuple[int, int]:
+        number = 1
+        taken = set(os.listdir(self.path))
+        while any(name.endswith(f".{why}-{number}") for name in taken):
+            number += 1
+        count = size_bytes = 0
+        for entry in self.our_files():
+            size_bytes += entry.stat().st_blocks * 512
+            os.rename(entry.path, f"{entry.path}.{why}-{number}")
+            count += 1
+        return count, size_bytes
+
+    def set_aside(self, name: str) -> None:
+        """Rename a damaged file so that nothing reads it again."""
+        number = 1
+        while os.path.exists(self.file(f"{name}.damaged-{number}")):
+            number += 1
+        os.rename(self.file(name), self.file(f"{name}.damaged-{number}"))
+        log.error("%s is damaged; renamed to %s.damaged-%d and not used", self.file(name), name, number)
+
+    def load_pool(self) -> PoolFile | None:
+        """Read ``pool.json``; None when there is none or it is damaged (then it is set aside)."""
+        try:
+            with open(self.file("pool.json"), "rb") as f:
+                raw = f.read()
+        except FileNotFoundError:
+            return None
+        try:
+            content = json.loads(raw)
+            body = content["pool"]
+            if content["checksum"] != _checksum(body):
+                raise ValueError("checksum")
+            realms = [_realm_from(item) for item in body["realms"]]
+            return PoolFile(bytes.fromhex(body["pool_id"]), [r for r in realms if r is not None])
+        except (ValueError, KeyError, TypeError):
+            self.set_aside("pool.json")
+            return None
+
+    def save_pool(self, pool: PoolFile) -> None:
+        """Replace ``pool.json`` atomically. Raises OSError."""
+        body = {"pool_id": pool.pool_id.hex(), "realms": [_realm_to(r) for r in pool.realms]}
+        content = {"format_version": FORMAT_VERSION, "pool": body, "checksum": _checksum(body)}
+        final = self.file("pool.json")
+        with open(final + ".tmp", "wb") as f:
+            f.write(json.dumps(content).encode())
+            f.flush()
+            os.fsync(f.fileno())
+        os.rename(final + ".tmp", final)
+        self.sync()
+
+    def sync(self) -> None:
+        """Make renames in the folder durable."""
+        fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def probe_direct(self) -> str:
+        """Try O_DIRECT with one page; "" when it works, else why not."""
+        path = self.file("probe.tmp")
+        page = mmap.mmap(-1, PAGE_BYTES)
+        fd = -1
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_DIRECT, 0o600)
+            page[:4] = b"page"
+            if os.pwrite(fd, page, 0) != PAGE_BYTES or os.preadv(fd, [page], 0) != PAGE_BYTES or page[:4] != b"page":
+                return "a page written was not read back"
+            return ""
+        except OSError as e:
+            return e.strerror or str(e)
+        finally:
+            if fd >= 0:
+                os.close(fd)
+            page.close()
+            if os.path.exists(path):
+                os.unlink(path)
+
+    def note_read_error(self, error: OSError) -> None:
+        """Count a failed read."""
+        with self._lock:
+            self.error_count += 1
+        log.error("reading from nvme folder %s: %s", self.path, error)
+
+    def note_write_error(self, error: OSError) -> None:
+        """Count a failed write; too many in a row stop new segments."""
+        with self._lock:
+            self.error_count += 1
+            self._last_error = error.strerror or str(error)
+            self._error_times_s = [*self._error_times_s, self._clock()][-ERRORS_IN_A_ROW:]
+        log.error("writing to nvme folder %s: %s", self.path, error)
+
+    def note_written(self) -> None:
+        """A write went well: errors before it are no longer in a row."""
+        if self._error_times_s:
+            with self._lock:
+                self._error_times_s.clear()
+
+    @property
+    def failing(self) -> bool:
+        """True while the folder gets no new segments."""
+        with self._lock:
+            times = self._error_times_s
+            if len(times) < ERRORS_IN_A_ROW or times[-1] - times[0] > ERROR_WINDOW_S:
+                return False
+            return self._clock() - times[-1] < ERROR_WINDOW_S
+
+    @property
+    def health(self) -> str:
+        """ "ok" or what is wrong."""
+        if not self.failing:
+            return "ok"
+        return f"failing: {ERRORS_IN_A_ROW} write errors in a row, the last: {self._last_error}; gets no new segments for now"
+
+
+def segment_name(extent_id: int, slot_bytes: int, slot_count: int) -> str:
+    """File name of a segment."""
+    return f"segment-{extent_id}-{slot_bytes}-{slot_count}.kv"
+
+
+def new_pool_id() -> bytes:
+    """A fresh random pool id."""
+    return os.urandom(POOL_ID_BYTES)
+
+
+def file_system_of(path: Path) -> str:
+    """Type of the file system that holds a path, as the kernel names it; "" when that is not known."""
+    try:
+        lines = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return ""
+    real = os.path.realpath(path)
+    best = ("", "")
+    for line in lines:
+        left, _, right = line.partition(" - ")
+        mount = re.sub(r"\\(\d{3})", lambda m: chr(int(m[1], 8)), left.split(" ")[4])
+        inside = real == mount or real.startswith(mount.rstrip("/") + "/")
+        # Of several mounts on one point the last is on top.
+        if inside and len(mount) >= len(best[0]):
+            best = (mount, right.split(" ")[0])
+    return best[1]
+
+
+def is_full(error: OSError) -> bool:
+    """True when an error means that there is no room, not that the device is broken."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def _version_of(path: str) -> int | None:
+    """Format version that a file declares; None when it declares none that can be read."""
+    if path.endswith((".kvj", ".kvs")):
+        with open(path, "rb") as f:
+            return file_version(f.read(FILE_HEADER_BYTES))
+    if path.endswith("pool.json"):
+        try:
+            with open(path, "rb") as f:
+                version = json.loads(f.read())["format_version"]
+        except (ValueError, KeyError, TypeError):
+            return None
+        return version if isinstance(version, int) else None
+    return None
+
+
+def _checksum(body: object) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
+
+
+def _realm_to(realm: RealmInfo) -> dict[str, Any]:
+    namespace = dataclasses.asdict(realm.namespace)
+    return {
+        "realm_id": realm.realm_id,
+        "tenant": realm.tenant,
+        "fingerprint": realm.namespace.fingerprint().hex(),
+        "namespace": namespace,
+    }
+
+
+def _realm_from(item: dict[str, Any]) -> RealmInfo | None:
+    fields = item["namespace"]
+    namespace = Namespace(**(fields | {"shard_bytes": tuple(fields["shard_bytes"])}))
+    if namespace.fingerprint().hex() != item["fingerprint"]:
+        log.error("realm %s no longer has the fingerprint it was saved with; its blocks are dropped", item["realm_id"])
+        return None
+    return RealmInfo(int(item["realm_id"]), item["tenant"], namespace)

@@ -1,0 +1,218 @@
+"""How bytes reach a file: the seam between the store and the kernel, where tests put their faults."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import logging
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final, Protocol
+
+import numpy as np
+from typing_extensions import Buffer
+
+from kvtierd.config import NvmeConfig
+from kvtierd.errors import StartupError
+from kvtierd.model import PAGE_BYTES
+
+log = logging.getLogger(__name__)
+
+MAX_IOV: Final = 1024
+"""Buffers of one vectored call: the kernel's own limit."""
+KVIKIO_MIN_BYTES: Final = 1 << 20
+"""Smaller buffers take the vectored path: a call for each would cost more than it moves."""
+
+
+class IoEngine(Protocol):
+    """Positioned reads and writes. Thread-safe. Every method raises OSError for what the device answers."""
+
+    @property
+    def name(self) -> str:
+        """Short name for metrics and logs."""
+
+    def open(self, path: str, *, direct: bool) -> int:
+        """Open an existing file for reading and writing and return a handle. ``direct`` asks for O_DIRECT."""
+
+    def pwritev(self, handle: int, buffers: Sequence[Buffer], offset_bytes: int) -> int:
+        """Write buffers one after the other; may write less. Returns the bytes written."""
+
+    def preadv(self, handle: int, buffers: Sequence[Buffer], offset_bytes: int) -> int:
+        """Fill buffers one after the other; may read less, and reads 0 past the end. Returns the bytes read."""
+
+    def close(self, handle: int) -> None:
+        """Close a handle that nothing uses any more."""
+
+
+class ThreadEngine:
+    """Plain vectored system calls in the calling thread; the interpreter lock is free meanwhile."""
+
+    name = "threads"
+
+    def open(self, path: str, *, direct: bool) -> int:
+        """See :class:`IoEngine`; the handle is a descriptor."""
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
+
+    def pwritev(self, handle: int, buffers: Sequence[Buffer], offset_bytes: int) -> int:
+        """See :class:`IoEngine`."""
+        return os.pwritev(handle, buffers, offset_bytes)
+
+    def preadv(self, handle: int, buffers: Sequence[Buffer], offset_bytes: int) -> int:
+        """See :class:`IoEngine`."""
+        return os.preadv(handle, buffers, offset_bytes)
+
+    def close(self, handle: int) -> None:
+        """See :class:`IoEngine`."""
+        os.close(handle)
+
+
+class KvikioEngine(ThreadEngine):
+    """kvikio for large buffers of direct files: it splits one call over its own threads. Small buffers go the plain way.
+
+    The handle is the plain descriptor; the CuFile of a direct file is kept beside it.
+    """
+
+    name = "kvikio"
+
+    def __init__(self, threads: int) -> None:
+        self._kvikio: Any = importlib.import_module("kvikio")
+        self._files: dict[int, Any] = {}
+        defaults = importlib.import_module("kvikio.defaults")
+        defaults.set({"num_threads": threads})
+        for setting in ("auto_direct_io_read", "auto_direct_io_write"):
+            try:
+                defaults.set({setting: True})
+            except (AttributeError, KeyError, ValueError, RuntimeError):
+                log.info("this kvikio has no setting %s; its own default holds", setting)
+
+    def open(self, path: str, *, direct: bool) -> int:
+        """See :class:`IoEngine`."""
+        handle = super().open(path, direct=direct)
+        if direct:
+            try:
+                self._files[handle] = self._kvikio.CuFile(path, "r+")
+            except (OSError, RuntimeError) as e:
+                os.close(handle)
+                raise _as_os_error(e) from e
+        return handle
+
+    def pwritev(self, handle: int, buffers: Sequence[Buffer], offset_bytes: int) -> int:
+        """See :class:`IoEngine`."""
+        return self._move(handle, buffers, offset_bytes, write=True)
+
+    def preadv(self, handle: int, buffers: Sequence[Buffer], offset_bytes: int) -> int:
+        """See :class:`IoEngine`."""
+        return self._move(handle, buffers, offset_bytes, write=False)
+
+    def close(self, handle: int) -> None:
+        """See :class:`IoEngine`."""
+        file = self._files.pop(handle, None)
+        if file is not None:
+            file.close()
+        super().close(handle)
+
+    def _move(self, handle: int, buffers: Sequence[Buffer], offset_bytes: int, *, write: bool) -> int:
+        file = self._files.get(handle)
+        views = [memoryview(b) for b in buffers]
+        if file is None or max(v.nbytes for v in views) < KVIKIO_MIN_BYTES:
+            return super().pwritev(handle, views, offset_bytes) if write else super().preadv(handle, views, offset_bytes)
+        parts: list[tuple[int, Callable[[], int]]] = []
+        try:
+            at = offset_bytes
+            for view in views:
+                if view.nbytes >= KVIKIO_MIN_BYTES:
+                    array = np.frombuffer(view, np.uint8)
+                    start = file.pwrite if write else file.pread
+                    parts.append((view.nbytes, start(array, view.nbytes, at).get))
+                else:
+                    moved = os.pwritev(handle, [view], at) if write else os.preadv(handle, [view], at)
+                    parts.append((view.nbytes, partial(int, moved)))
+                at += view.nbytes
+        finally:
+            # Whatever has been started uses our memory: wait for all of it, also when a later start failed.
+            results = [_result(wait) for _, wait in parts]
+        total = 0
+        for (wanted, _), result in zip(parts, results, strict=True):
+            if isinstance(result, OSError):
+                raise result
+            total += result
+            if result < wanted:
+                break
+        return total
+
+
+def _result(wait: Callable[[], int]) -> int | OSError:
+    try:
+        return int(wait())
+    except (OSError, RuntimeError) as e:
+        return _as_os_error(e)
+
+
+def _as_os_error(error: Exception) -> OSError:
+    """kvikio reports device errors as RuntimeError with text."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error
+    return OSError(5, f"kvikio: {error}")
+
+
+def choose_engine(config: NvmeConfig) -> IoEngine:
+    """The engine that the configuration asks for.
+
+    Raises:
+        StartupError: ``nvme.io = "kvikio"`` where kvikio or libcuda is missing; says what to install.
+    """
+    if config.io == "threads":
+        return ThreadEngine()
+    try:
+        # kvikio needs libcuda even for host memory, and without it fails late and unclearly.
+        ctypes.CDLL("libcuda.so.1")
+        return KvikioEngine(config.depth)
+    except (ImportError, OSError, AttributeError, RuntimeError) as e:
+        if config.io == "kvikio":
+            raise StartupError(
+                f'nvme.io is "kvikio", which cannot be used here ({e}): install kvtierd[cuda12] or kvtierd[cuda13] on a machine '
+                'with an NVIDIA driver, or set nvme.io = "threads"'
+            ) from e
+        return ThreadEngine()
+
+
+def write_all(engine: IoEngine, handle: int, buffers: list[memoryview], offset_bytes: int) -> None:
+    """Write all buffers, whatever the engine writes at a time.
+
+    Raises:
+        OSError: from the engine; EIO when it makes no progress.
+    """
+    stuck = 0
+    while buffers:
+        moved = engine.pwritev(handle, buffers[:MAX_IOV], offset_bytes)
+        # Direct I/O goes on at a page only: what was written of the last page is written again.
+        if moved < sum(b.nbytes for b in buffers[:MAX_IOV]) and all(b.nbytes % PAGE_BYTES == 0 for b in buffers):
+            moved -= moved % PAGE_BYTES
+        stuck = 0 if moved else stuck + 1
+        if stuck > 1:
+            raise OSError(5, "the device accepts no bytes")
+        offset_bytes += moved
+        buffers = _rest(buffers, moved)
+
+
+def read_all(engine: IoEngine, handle: int, buffers: list[memoryview], offset_bytes: int) -> int:
+    """Fill buffers until the end of the file. Returns the bytes read, whole pages. Raises OSError from the engine."""
+    total = 0
+    while buffers:
+        moved = engine.preadv(handle, buffers[:MAX_IOV], offset_bytes + total)
+        moved -= moved % PAGE_BYTES
+        if not moved:
+            break
+        total += moved
+        buffers = _rest(buffers, moved)
+    return total
+
+
+def _rest(buffers: list[memoryview], moved: int) -> list[memoryview]:
+    """What is left of buffers after their first ``moved`` bytes."""
+    for i, buffer in enumerate(buffers):
+        if moved < buffer.nbytes:
+            return [buffer[moved:], *buffers[i + 1 :]] if moved else buffers[i:]
+        moved -= buffer.nbytes
+    return []

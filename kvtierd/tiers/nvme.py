@@ -1,0 +1,311 @@
+"""The NVMe tier's store: blocks in preallocated segment files, their existence in journals.
+
+A write puts [header page, payload] into each slot and then a record a shard into the journal of the slot's folder; only then
+is the block there. Slots that follow each other in a file are moved in one vectored call. A read takes header and payload
+in one call and verifies everything. Nothing here decides what is stored where; see the core for that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Final, TypeVar
+
+import aiofiles
+
+from kvtierd.config import NvmeConfig
+from kvtierd.errors import Reason, RequestError
+from kvtierd.model import PAGE_BYTES, SLOT_INDEX_BITS, slot_extent
+from kvtierd.tiers.base import BlockIo, RealmInfo, Recovered, RecoveredExtent, Result
+from kvtierd.tiers.folder import Folder, PoolFile, is_full
+from kvtierd.tiers.io_engine import IoEngine, choose_engine
+from kvtierd.tiers.journal import Journal
+from kvtierd.tiers.nvme_open import journal_limits, open_folders
+from kvtierd.tiers.record import Entry, pack_block, pack_record, pack_removal
+from kvtierd.tiers.recovery import LiveBlocks
+from kvtierd.tiers.segments import SegmentTable
+from kvtierd.tiers.slot_io import IoCounters, SlotMover, StoredRealm
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+MAX_REALMS: Final = 4096
+"""Realms kept over a restart; above it those without blocks are forgotten."""
+
+
+class NvmeStore:
+    """Blocks on NVMe; see :class:`kvtierd.tiers.base.BlockStore`. Thread-safe. Made by :meth:`open`."""
+
+    def __init__(self, config: NvmeConfig, engine: IoEngine, folders: list[Folder], pool: PoolFile) -> None:
+        self._engine = engine
+        self._folders = folders
+        self._pool = pool
+        self._realms: dict[int, StoredRealm] = {}
+        self._realm_lock = threading.Lock()
+        self._recovered = False
+        self._max_generation = 0
+        self._max_extent_id = 0
+        self._snapshot_lock = asyncio.Lock()
+        self.capacity_bytes, self._snapshot_at_bytes, self._journal_limit_bytes = journal_limits(config)
+        """Bytes that extents may take: the configured capacity less what journals and snapshots may need."""
+        self.counters = IoCounters()
+        self.path = "o_direct" if all(f.direct for f in folders) else "buffered"
+        """"o_direct" or "buffered"."""
+        self.engine_name = engine.name
+        self._table = SegmentTable(engine, folders, self.capacity_bytes, config.reserve)
+        self._mover = SlotMover(engine, self._table, self._realms, self.counters)
+        self._journals = {id(f): Journal(f, engine, pool.pool_id, self._floors) for f in folders}
+
+    @classmethod
+    def open(cls, config: NvmeConfig, *, engine: IoEngine | None = None, clock: Callable[[], float] = time.monotonic) -> NvmeStore:
+        """Claim and check the folders. Blocking. Call :meth:`recover` next.
+
+        Args:
+            config: the tier's configuration.
+            engine: moves bytes; None takes the one that the configuration asks for.
+            clock: seconds, monotonic.
+
+        Raises:
+            StartupError: a folder cannot be used, is held by another daemon or has not enough space; says what to do.
+        """
+        engine = engine or choose_engine(config)
+        folders, pool = open_folders(config, clock)
+        return cls(config, engine, folders, pool)
+
+    def _floors(self) -> tuple[int, int]:
+        return self._max_generation, self._max_extent_id
+
+    # Start
+
+    def recover(self) -> Recovered:
+        """Read journals and snapshots; once, before anything else. Blocking. Raises OSError when a journal cannot be read."""
+        assert not self._recovered, "recover() is called once"
+        extents: dict[int, RecoveredExtent] = {}
+        records = []
+        for folder in self._folders:
+            own = folder.segments()
+            for extent_id, slot_bytes, slot_count in own:
+                self._table.adopt(folder, extent_id, slot_bytes, slot_count)
+                extents[extent_id] = RecoveredExtent(extent_id, slot_bytes, slot_count)
+            found, header = self._journals[id(folder)].load()
+            records += [(r, frozenset(extent_id for extent_id, _, _ in own)) for r in found]
+            maxima = [(r["generation"].max(), r["slot"].max() >> SLOT_INDEX_BITS) for r in found if len(r)]
+            self._max_generation = max([self._max_generation, header.max_generation, *(int(g) for g, _ in maxima)])
+            self._max_extent_id = max([self._max_extent_id, header.max_extent_id, *extents, *(int(e) for _, e in maxima)])
+        blocks = LiveBlocks(records, extents, {r.realm_id: r for r in self._pool.realms})
+        if len(self._pool.realms) > MAX_REALMS:
+            used = blocks.realm_ids
+            self._pool.realms = [r for r in self._pool.realms if r.realm_id in used]
+        for realm in self._pool.realms:
+            self._realms[realm.realm_id] = StoredRealm(realm)
+        self._recovered = True
+        return Recovered(
+            list(self._pool.realms), list(extents.values()), iter(blocks), self._max_generation + 1, self._max_extent_id + 1
+        )
+
+    def register_realm(self, realm: RealmInfo) -> None:
+        """Persist a realm in every folder before its first block. Rare; blocking; no work when it is known already.
+
+        Raises:
+            RequestError: IO when no folder could keep it.
+        """
+        with self._realm_lock:
+            known = self._realms.get(realm.realm_id)
+            if known is not None:
+                assert known.info == realm, f"realm {realm.realm_id} is registered with other contents"
+                return
+            pool = PoolFile(self._pool.pool_id, [*self._pool.realms, realm])
+            saved, problem = 0, ""
+            for folder in self._folders:
+                try:
+                    folder.save_pool(pool)
+                    saved += 1
+                except OSError as e:
+                    problem = e.strerror or str(e)
+                    folder.note_write_error(e)
+            if not saved:
+                raise RequestError(Reason.IO, f"no nvme folder could keep the new realm: {problem}")
+            self._pool = pool
+            self._realms[realm.realm_id] = StoredRealm(realm)
+
+    def add_extent(self, extent_id: int, slot_bytes: int, slot_count: int) -> None:
+        """Note a new extent. Non-blocking; its file is made at its first write.
+
+        Args:
+            extent_id: never used before.
+            slot_bytes: of one slot, header page included; whole pages, at least two.
+            slot_count: at least 1.
+        """
+        assert slot_bytes >= 2 * PAGE_BYTES, "a slot holds its header page and at least one page"
+        assert slot_bytes % PAGE_BYTES == 0, "a slot is whole pages"
+        assert slot_count >= 1, "an extent has slots"
+        self._table.add(extent_id, slot_bytes, slot_count)
+        self._max_extent_id = max(self._max_extent_id, extent_id)
+
+    def drop_extent(self, extent_id: int) -> None:
+        """Forget an extent and its blocks. Non-blocking; the file is deleted in a thread, and before any new file is made."""
+        self._table.drop(extent_id)
+
+    # Blocks
+
+    def write(self, blocks: Sequence[BlockIo]) -> list[Result]:
+        """Write blocks and record them; see :class:`kvtierd.tiers.base.BlockStore`."""
+        assert self._recovered, "recover() comes first"
+        if sum(j.size_bytes for j in self._journals.values()) > self._journal_limit_bytes:
+            log.warning("journals take more than %d bytes: no block is written until a snapshot is", self._journal_limit_bytes)
+            return [Result.NO_SPACE] * len(blocks)
+        # A crash in the middle of overwriting must not find the slot's former block in the journal.
+        self._flush_quietly()
+        results = self._mover.write(blocks)
+        self._record(blocks, results)
+        return results
+
+    def read(self, blocks: Sequence[BlockIo]) -> list[Result]:
+        """Read and verify blocks; see :class:`kvtierd.tiers.base.BlockStore`."""
+        assert self._recovered, "recover() comes first"
+        return self._mover.read(blocks)
+
+    def forget(self, blocks: Sequence[BlockIo]) -> None:
+        """Record that blocks are gone: in memory until the next :meth:`write` or :meth:`flush`."""
+        batches: dict[int, list[bytes]] = {}
+        for block in blocks:
+            for slot, record in zip(block.slots, pack_removal(_entry(block)), strict=True):
+                segment = self._table.get(slot_extent(slot))
+                if segment is not None and segment.folder is not None:
+                    batches.setdefault(id(segment.folder), []).append(record)
+        for folder_id, batch in batches.items():
+            self._journals[folder_id].remove(b"".join(batch))
+
+    def flush(self) -> None:
+        """Write removals that wait in memory. Blocking. Raises OSError when a journal cannot be written."""
+        for journal in self._journals.values():
+            journal.flush()
+
+    def _flush_quietly(self) -> None:
+        for folder in self._folders:
+            try:
+                self._journals[id(folder)].flush()
+            except OSError as e:
+                self._mover.note_write_error(folder, e)
+
+    def _record(self, blocks: Sequence[BlockIo], results: list[Result]) -> None:
+        """Append the records of blocks that were written; a block whose records cannot be is not stored."""
+        batches: dict[int, tuple[list[bytes], set[int]]] = {}
+        for i, (block, result) in enumerate(zip(blocks, results, strict=True)):
+            if result is not Result.OK:
+                continue
+            self._max_generation = max(self._max_generation, block.generation)
+            for shard, slot in enumerate(block.slots):
+                segment = self._table.get(slot_extent(slot))
+                if segment is None:  # dropped meanwhile: the block is gone with it
+                    continue
+                assert segment.folder is not None
+                records, members = batches.setdefault(id(segment.folder), ([], set()))
+                records.append(pack_record(block.key, block.generation, slot, block.realm_id, shard, len(block.slots)))
+                members.add(i)
+        for folder in self._folders:
+            records, members = batches.get(id(folder), ([], set()))
+            if not records:
+                continue
+            data = b"".join(records)
+            try:
+                self._journals[id(folder)].append(data)
+            except OSError as e:
+                self._mover.note_write_error(folder, e)
+                for i in members:
+                    results[i] = Result.NO_SPACE if is_full(e) else Result.IO_ERROR
+
+    # Snapshots
+
+    def needs_snapshot(self) -> bool:
+        """True when journals have grown enough for :meth:`checkpoint`."""
+        return sum(j.fresh_bytes for j in self._journals.values()) > self._snapshot_at_bytes
+
+    def begin_snapshot(self) -> dict[str, str]:
+        """Begin a new journal in each folder. Blocking. Returns the snapshot file to fill, by folder. Raises OSError."""
+        return {f.path: self._journals[id(f)].begin_snapshot() for f in self._folders}
+
+    def pack_entries(self, entries: Sequence[Entry]) -> dict[str, bytes]:
+        """Records for a snapshot, by folder; shards whose extent is gone are left out."""
+        packed: dict[str, list[bytes]] = {}
+        for entry in entries:
+            for slot, record in zip(entry[3], pack_block(entry), strict=True):
+                segment = self._table.get(slot_extent(slot))
+                if segment is not None and segment.folder is not None:
+                    packed.setdefault(segment.folder.path, []).append(record)
+        return {path: b"".join(records) for path, records in packed.items()}
+
+    def commit_snapshot(self, files: dict[str, str]) -> None:
+        """Make filled snapshots count and delete what they replace. Blocking. Raises OSError."""
+        for folder in self._folders:
+            self._journals[id(folder)].commit_snapshot(files[folder.path])
+
+    def abort_snapshot(self) -> None:
+        """Delete snapshots that were begun and not committed; none is no error. Blocking."""
+        for folder in self._folders:
+            self._journals[id(folder)].abort_snapshot()
+
+    async def checkpoint(self, chunks: AsyncIterator[list[Entry]]) -> int:
+        """Write a snapshot while writes go on, so that journals can be deleted. One at a time; another call waits.
+
+        The chunks name, in any order, each block that is stored (and not being written) when its chunk is made; they are
+        asked for after a new journal was begun, which is what makes a listing over many turns of the event loop right (see
+        :mod:`kvtierd.tiers.journal`).
+
+        Args:
+            chunks: lists of (realm id, key, generation, slots), about 5,000 each.
+
+        Returns:
+            How many blocks the snapshot names.
+
+        Raises:
+            OSError: a file cannot be written; the former snapshot and all journals stay, and nothing is lost.
+        """
+        async with self._snapshot_lock:
+            count = 0
+            try:
+                files = await _to_the_end(self.begin_snapshot)
+                async for chunk in chunks:
+                    count += len(chunk)
+                    for folder, data in (await asyncio.to_thread(self.pack_entries, chunk)).items():
+                        async with aiofiles.open(files[folder], "ab") as f:
+                            await f.write(data)
+                await _to_the_end(lambda: self.commit_snapshot(files))
+            finally:
+                await _to_the_end(self.abort_snapshot)
+            return count
+
+    # State
+
+    def used_file_bytes(self) -> int:
+        """Bytes on disk of all files of the tier. Blocking, but quick."""
+        return sum(f.file_bytes() for f in self._folders)
+
+    def health(self) -> dict[str, str]:
+        """ "ok" or what is wrong, by folder."""
+        return {f.path: f.health for f in self._folders}
+
+    def close(self) -> None:
+        """Write removals, close files and release the folders. No other call may be running."""
+        self._flush_quietly()
+        self._table.close()
+        for folder in self._folders:
+            self._journals[id(folder)].close()
+            folder.release()
+
+
+def _entry(block: BlockIo) -> Entry:
+    return block.realm_id, block.key, block.generation, block.slots
+
+
+async def _to_the_end(work: Callable[[], T]) -> T:
+    """Run work in a thread; a cancellation is passed on only when the work is done, so that nothing runs behind our back."""
+    task = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise

@@ -1,0 +1,187 @@
+"""Background threads that fault shared memory in, so that nobody pays for it later.
+
+Work is done in small chunks: a thread that faults pages in holds the process's memory map, and whoever wants to map something
+meanwhile (the event loop too) waits for the chunk. Memory that is in use comes before memory that is kept in stock; when
+nothing is left to do, the owner is asked for more stock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from kvtierd.memory import SharedMapping, allocate, can_populate, create_memfd
+
+log = logging.getLogger(__name__)
+
+CHUNK_BYTES: Final = 2 << 20
+MAX_THREADS: Final = 256
+NICENESS: Final = 10
+"""The threads yield to those that serve."""
+
+
+class Region:
+    """A memfd, its mapping in this process, and how much of it has been faulted in.
+
+    Attributes:
+        fd: the memfd; owned.
+        size_bytes: its size; shrinks by :meth:`cut`.
+        mapping: as large as the memfd was at first.
+        node: NUMA node that its pages come from; -1 for any.
+        populated_bytes: faulted in by a :class:`Prefaulter` (an upper bound after :meth:`cut`).
+
+    Raises:
+        OSError: no descriptor, address space or memory left.
+    """
+
+    def __init__(self, name: str, size_bytes: int, node: int = -1) -> None:
+        self.fd = create_memfd(name, size_bytes)
+        try:
+            self.mapping = SharedMapping(self.fd, size_bytes)
+        except OSError:
+            os.close(self.fd)
+            raise
+        self.size_bytes = size_bytes
+        self.node = node if node >= 0 and self.mapping.prefer_node(node) else -1
+        self.populated_bytes = 0
+        # Below here: the prefaulter's, under its lock.
+        self.next_offset = 0
+        self.busy = 0
+        self.stopped = False
+
+    def cut(self, size_bytes: int) -> None:
+        """Shorten an unsealed region; the pages behind go at once. Faulting beyond the end fails, so it is safe meanwhile."""
+        os.ftruncate(self.fd, size_bytes)
+        self.size_bytes = size_bytes
+        self.populated_bytes = min(self.populated_bytes, size_bytes)
+
+    def close(self) -> None:
+        """Close the descriptor and unmap, or have the last view unmap."""
+        os.close(self.fd)
+        self.mapping.release()
+
+
+class Prefaulter:
+    """Threads that fault regions in.
+
+    Args:
+        threads: how many, at most ``MAX_THREADS``.
+        refill: called without locks when nothing is left to do; may add regions and says whether it did.
+    """
+
+    def __init__(self, threads: int, refill: Callable[[], bool]) -> None:
+        self._refill = refill
+        self._changed = threading.Condition()
+        self._urgent: deque[Region] = deque()
+        self._stock: deque[Region] = deque()
+        self._wanted = True
+        self._closing = False
+        self._populates = can_populate()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"kvtierd-prefault-{i}", daemon=True) for i in range(min(threads, MAX_THREADS))
+        ]
+
+    def start(self) -> None:
+        """Begin to work; the owner must be ready to be asked for stock."""
+        for thread in self._threads:
+            thread.start()
+
+    def add(self, region: Region, *, urgent: bool) -> None:
+        """Queue a region, or move a queued one to the front (urgent). One that is complete is passed over."""
+        with self._changed:
+            region.stopped = False
+            (self._urgent if urgent else self._stock).append(region)
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Have the owner asked for more stock."""
+        with self._changed:
+            self._wanted = True
+            self._changed.notify()
+
+    def stop(self, region: Region) -> None:
+        """Touch a region no more. Waits for chunks of it that are in progress: a few milliseconds at most."""
+        with self._changed:
+            region.stopped = True
+            self._changed.wait_for(lambda: region.busy == 0)
+
+    def before_cut(self, region: Region) -> None:
+        """Make :meth:`Region.cut` safe: allocating, unlike populating, would put pages behind the end. ``add`` goes on with it."""
+        if not self._populates:
+            self.stop(region)
+
+    def close(self) -> None:
+        """End the threads and wait for them."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        while True:
+            with self._changed:
+                claim = self._claim()
+                while claim is None and not self._wanted and not self._closing:
+                    self._changed.wait()
+                    claim = self._claim()
+                if self._closing:
+                    if claim is not None:
+                        claim[0].busy -= 1
+                        self._changed.notify_all()
+                    return
+                if claim is None:
+                    self._wanted = False
+            if claim is not None:
+                self._fault_in(*claim)
+            elif self._try_refill():
+                self.wake()
+
+    def _try_refill(self) -> bool:
+        try:
+            return self._refill()
+        except OSError as e:
+            log.warning("no more memory is prefaulted: %s", e)
+            return False
+
+    def _claim(self) -> tuple[Region, int, int] | None:
+        """Take the next chunk: region, offset, length. Under the lock."""
+        for queue in (self._urgent, self._stock):
+            while queue:
+                region = queue[0]
+                if region.stopped or region.next_offset >= region.size_bytes:
+                    queue.popleft()
+                    continue
+                offset = region.next_offset
+                length = min(CHUNK_BYTES, region.size_bytes - offset)
+                region.next_offset += length
+                region.busy += 1
+                return region, offset, length
+        return None
+
+    def _fault_in(self, region: Region, offset: int, length: int) -> None:
+        failure: OSError | ValueError | None = None
+        try:
+            if self._populates:
+                region.mapping.populate(offset, length)
+            else:
+                allocate(region.fd, offset, length)
+        except (OSError, ValueError) as e:
+            failure = e
+        with self._changed:
+            # A region that was cut or closed meanwhile fails beyond its new end: expected.
+            if failure is not None and offset + length <= region.size_bytes:
+                log.warning("prefaulting an extent stopped: %s", failure)
+                region.stopped = True
+            else:
+                region.populated_bytes = min(region.populated_bytes + length, region.size_bytes)
+            region.busy -= 1
+            if region.busy == 0:
+                self._changed.notify_all()

@@ -1,0 +1,133 @@
+"""Goal: moves run in the order of their class, bounded, in large jobs, and each is reported once.
+
+Method: a store whose calls wait until the test lets them go, so that the order is chosen by the test and not by luck.
+"""
+
+import asyncio
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+from kvtierd.core.block import Block, Copy
+from kvtierd.core.commands import Move, Priority, StartMoves
+from kvtierd.core.realm import Realm, Tenant
+from kvtierd.model import Namespace, Result, Tier
+from kvtierd.tiers.base import BlockIo
+from kvtierd.transfer.executor import BATCH_BYTES, Executor, MoveReport
+
+SIZE = 1 << 20
+REALM = Realm(1, Tenant("t"), Namespace(shard_bytes=(SIZE,)))
+
+
+class GatedStore:
+    """Notes the keys of each call and waits until the gate opens."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, list[bytes]]] = []
+        self.gate = threading.Event()
+        self.end = threading.Event()
+        """Calls for a block named "held" wait for this one as well."""
+        self.fail_with: Exception | None = None
+
+    def _call(self, kind: str, blocks: Sequence[BlockIo]) -> list[Result]:
+        self.calls.append((kind, [b.key for b in blocks]))
+        assert self.gate.wait(30)
+        if blocks[0].key.startswith(b"held"):
+            assert self.end.wait(30)
+        if self.fail_with is not None:
+            raise self.fail_with
+        return [Result.OK for _ in blocks]
+
+    def write(self, blocks: Sequence[BlockIo]) -> list[Result]:
+        return self._call("write", blocks)
+
+    def read(self, blocks: Sequence[BlockIo]) -> list[Result]:
+        return self._call("read", blocks)
+
+    def forget(self, blocks: Sequence[BlockIo]) -> None:
+        raise AssertionError("the executor never forgets anything")
+
+
+class PlainMemory:
+    """One page-aligned slot for all."""
+
+    def view(self, slot: int) -> memoryview:
+        return memoryview(bytearray(SIZE + 4096))
+
+
+def command(priority: Priority, *names: str, size: int = SIZE) -> StartMoves:
+    down = priority is Priority.DEMOTE
+    src, dst = (Tier.CPU, Tier.NVME) if down else (Tier.NVME, Tier.CPU)
+    moves = []
+    for name in names:
+        block = Block(name.encode().ljust(32), REALM, 0.0)
+        moves.append(Move(len(moves), Copy(block, src, 1), Copy(block, dst, 2), priority, 0.0, "test", size))
+    return StartMoves(src, dst, priority, tuple(moves))
+
+
+async def until(condition: object) -> None:
+    async with asyncio.timeout(30):
+        while not condition():  # type: ignore[operator]
+            await asyncio.sleep(0.001)
+
+
+def names(store: GatedStore) -> list[str]:
+    return [key.decode().strip() for _, keys in store.calls for key in keys]
+
+
+async def test_loads_go_before_prefetches_before_demotions() -> None:
+    store, reports = GatedStore(), list[MoveReport]()
+    executor = Executor(PlainMemory(), {Tier.NVME: store}, 2, reports.append)
+    executor.submit(command(Priority.DEMOTE, "busy", size=BATCH_BYTES))
+    executor.submit(command(Priority.LOAD, "held", size=BATCH_BYTES))
+    await until(lambda: len(store.calls) == 2)
+    executor.submit(command(Priority.DEMOTE, "d", size=BATCH_BYTES))
+    executor.submit(command(Priority.PREFETCH, "p", size=BATCH_BYTES))
+    executor.submit(command(Priority.LOAD, "l", size=BATCH_BYTES))
+    assert executor.queued == 3
+    store.gate.set()  # one thread is free from now on, the other stays held
+    await until(lambda: len(reports) == 4)
+    assert names(store)[2:] == ["l", "p", "d"]
+    store.end.set()
+    await executor.idle()
+    assert len(reports) == 5
+    executor.close()
+
+
+async def test_demotions_leave_threads_for_loads() -> None:
+    store, reports = GatedStore(), list[MoveReport]()
+    executor = Executor(PlainMemory(), {Tier.NVME: store}, 4, reports.append)
+    for i in range(10):
+        executor.submit(command(Priority.DEMOTE, f"d{i}"))
+    await until(lambda: len(store.calls) == 3)
+    assert (executor.running, executor.queued) == (3, 7)
+    executor.submit(command(Priority.LOAD, "load"))
+    await until(lambda: "load" in names(store))
+    store.gate.set()
+    await executor.idle()
+    executor.close()
+
+
+async def test_small_blocks_share_jobs_and_keep_their_order() -> None:
+    store, reports = GatedStore(), list[MoveReport]()
+    store.gate.set()
+    executor = Executor(PlainMemory(), {Tier.NVME: store}, 2, reports.append)
+    executor.submit(command(Priority.DEMOTE, *[f"{i:02}" for i in range(10)], size=SIZE))
+    await executor.idle()
+    assert [len(keys) for _, keys in store.calls] == [4, 4, 2], "about 4 MiB a job"
+    assert names(store) == [f"{i:02}" for i in range(10)]
+    assert sorted(m.move_id for r in reports for m, _ in r.results) == list(range(10)), "each is reported once"
+    executor.close()
+
+
+async def test_a_store_that_raises_leaves_blocks_where_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    store, reports = GatedStore(), list[MoveReport]()
+    store.gate.set()
+    store.fail_with = RuntimeError("a bug")
+    executor = Executor(PlainMemory(), {Tier.NVME: store}, 2, reports.append)
+    executor.submit(command(Priority.LOAD, "x"))
+    await executor.idle()
+    assert [result for r in reports for _, result in r.results] == [Result.IO_ERROR]
+    assert "a bug" in caplog.text
+    executor.close()
