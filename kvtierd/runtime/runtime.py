@@ -1,0 +1,429 @@
+"""The runtime: owns the core, feeds it every event with the time, and runs its commands.
+
+Everything here happens in one event loop, so the core needs no locks; slow work (files, recovery, fsync) goes to threads and
+comes back as an event. A method decides first and does I/O afterwards: no decision is held across an ``await``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Final, Protocol
+
+from kvtierd.config import Config
+from kvtierd.core.block import Block
+from kvtierd.core.commands import Forget, Progress, SpaceFreed, StartMoves
+from kvtierd.core.realm import Realm, Tenant
+from kvtierd.core.slots import NewExtent, RetireExtent
+from kvtierd.core.state import CoreConfig
+from kvtierd.core.tickets import PinTicket, ReadTicket, SaveGrant
+from kvtierd.core.tier_core import BUSY, TierCore
+from kvtierd.errors import Reason, RequestError, StartupError
+from kvtierd.model import DEFAULT_TENANT, Namespace, Tier
+from kvtierd.runtime.sessions import Attached, Sessions
+from kvtierd.tiers.base import BlockIo, RealmInfo
+from kvtierd.tiers.cpu import CpuPool
+from kvtierd.tiers.nvme import NvmeStore
+from kvtierd.transfer.executor import Executor, MoveReport
+
+log = logging.getLogger(__name__)
+
+MAX_PAUSE_S: Final = 10.0
+FLUSH_INTERVAL_S: Final = 0.2
+"""How often removals reach the journal when nothing else is written."""
+SNAPSHOT_CHUNK: Final = 4096
+"""Copies gathered for a snapshot in one go of the event loop."""
+EVICT_CHUNK: Final = 4096
+RECOVER_CHUNK: Final = 20_000
+MAX_TENANT_NAME: Final = 128
+
+
+class Revoker(Protocol):
+    """Takes extents away from client processes."""
+
+    def revoke(self, extent_ids: list[int]) -> None:
+        """Tell every process that maps them; ``Runtime.extent_released`` follows once each."""
+
+
+class Runtime:
+    """One daemon's state and work."""
+
+    def __init__(self, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
+        self.config = config
+        self.now = clock
+        self.started_s = clock()
+        self.boot_epoch = time.time_ns() & 0x7FFF_FFFF_FFFF_FFFF
+        self.sessions = Sessions(config.server.max_sessions)
+        self.cpu = CpuPool(config.cpu)
+        self.nvme: NvmeStore | None = None
+        self.revoker: Revoker | None = None
+        self.on_moves: Callable[[MoveReport], None] = lambda _report: None
+        self.on_checkpoint: Callable[[bool], None] = lambda _ok: None
+        self.core = TierCore(_core_config(config, 0), _tenants(config))
+        self.executor: Executor
+        self._realm_lock = asyncio.Lock()
+        self._space = asyncio.Event()
+        self._progress: dict[ReadTicket, asyncio.Event] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at_s = float("inf")
+        self._applying = False
+
+    # ---- start and stop
+
+    async def start(self) -> None:
+        """Open the NVMe tier, recover its blocks and begin to serve. Raises StartupError."""
+        if self.config.hbm.capacity:
+            raise StartupError("hbm.capacity is set, but this build of the daemon has no HBM tier; set it to 0")
+        if self.config.nvme.capacity:
+            self.nvme = await asyncio.to_thread(NvmeStore.open, self.config.nvme)
+            self.core = TierCore(_core_config(self.config, self.nvme.capacity_bytes), _tenants(self.config))
+            await self._recover(self.nvme)
+        stores = {Tier.NVME: self.nvme} if self.nvme else {}
+        depth = self.config.nvme.depth * max(len(self.config.nvme.folders), 1)
+        self.executor = Executor(self.cpu, dict(stores), depth, self._moved)
+        self.apply()
+
+    async def _recover(self, store: NvmeStore) -> None:
+        began_s = time.monotonic()
+        found = await asyncio.to_thread(store.recover)
+        now = self.now()
+        for info in found.realms:
+            self.core.open_realm(info.tenant, info.namespace, info.realm_id)
+        for extent in found.extents:
+            self.core.recover_extent(extent.extent_id, extent.slot_bytes, extent.slot_count)
+        count = 0
+        rows = iter(found.blocks)
+        while chunk := list(itertools.islice(rows, RECOVER_CHUNK)):
+            for double in self.core.recover_blocks(now, chunk):
+                store.forget([BlockIo(*double, ())])
+            count += len(chunk)
+            await asyncio.sleep(0)
+        self.core.recovered(found.next_generation, found.next_extent_id)
+        self.core.state.story.clear()
+        log.info("recovered %d blocks from NVMe in %.2f s", count, time.monotonic() - began_s)
+
+    async def stop(self) -> None:
+        """Stop moving, write a snapshot, close everything."""
+        if self._timer is not None:
+            self._timer.cancel()
+        await asyncio.to_thread(self.executor.close)
+        if self.nvme is not None:
+            try:
+                await self.checkpoint()
+            except OSError as e:
+                log.error("no snapshot at the end: %s; the next start reads the journals instead", e)
+            await asyncio.to_thread(self.nvme.close)
+        self.cpu.close()
+
+    async def flush_forever(self) -> None:
+        """Keep the journal's removals fresh and write a snapshot when the journal has grown. Runs as a supervised task."""
+        pause_s = FLUSH_INTERVAL_S
+        while self.nvme is not None:
+            await asyncio.sleep(pause_s)
+            try:
+                await asyncio.to_thread(self.nvme.flush)
+                if self.nvme.needs_snapshot():
+                    await self.checkpoint()
+                pause_s = FLUSH_INTERVAL_S
+            except OSError as e:
+                # The former snapshot and the journals stay; blocks in memory are served meanwhile.
+                pause_s = min(2 * pause_s, MAX_PAUSE_S)
+                log.error("the NVMe journal cannot be written: %s; trying again in %.1f s", e, pause_s)
+
+    async def checkpoint(self) -> int:
+        """Write a snapshot of the NVMe index. Returns the copies in it."""
+        if self.nvme is None:
+            return 0
+        ok = False
+        try:
+            count = await self.nvme.checkpoint(self._snapshot_chunks())
+            ok = True
+        finally:
+            self.on_checkpoint(ok)
+        return count
+
+    async def _snapshot_chunks(self) -> AsyncIterator[list[tuple[int, bytes, int, tuple[int, ...]]]]:
+        """NVMe copies in portions. Changes between portions are in the journal, which began before the first."""
+        for realm in list(self.core.state.realms.values()):
+            keys = list(realm.index)
+            for start in range(0, len(keys), SNAPSHOT_CHUNK):
+                yield self.core.nvme_entries(realm, keys[start : start + SNAPSHOT_CHUNK])
+                await asyncio.sleep(0)
+
+    # ---- commands and time
+
+    def apply(self) -> None:
+        """Run the core's commands and set the timer. Called after every event."""
+        if self._applying:
+            return  # an outer call is running commands; it goes on until there are none
+        self._applying = True
+        try:
+            while commands := self.core.take_commands():
+                for command in commands:
+                    self._run(command)
+        finally:
+            self._applying = False
+        self._set_timer()
+
+    def _run(self, command: object) -> None:
+        if isinstance(command, StartMoves):
+            self.executor.submit(command)
+        elif isinstance(command, Progress):
+            event = self._progress.get(command.ticket)
+            if event is not None:
+                event.set()
+        elif isinstance(command, SpaceFreed):
+            self._space.set()
+            self._space = asyncio.Event()
+        elif isinstance(command, Forget):
+            assert self.nvme is not None
+            self.nvme.forget([BlockIo(command.realm_id, command.key, command.generation, command.slots, ())])
+        elif isinstance(command, NewExtent):
+            if command.tier is Tier.CPU:
+                self.cpu.create(command.extent_id, command.slot_bytes, command.slot_count)
+            else:
+                assert self.nvme is not None
+                self.nvme.add_extent(command.extent_id, command.slot_bytes, command.slot_count)
+        elif isinstance(command, RetireExtent):
+            self._retire(command)
+
+    def _retire(self, command: RetireExtent) -> None:
+        if command.tier is Tier.NVME:
+            assert self.nvme is not None
+            self.nvme.drop_extent(command.extent_id)
+            self.core.extent_released(self.now(), Tier.NVME, command.extent_id)
+            return
+        # The memory is given back at once; it counts until no client can have it registered with a device any more.
+        self.cpu.retire(command.extent_id)
+        if self.revoker is None:
+            self.extent_released(command.extent_id)
+        else:
+            self.revoker.revoke([command.extent_id])
+
+    def extent_released(self, extent_id: int) -> None:
+        """No process holds a retired CPU extent any more."""
+        self.cpu.released(extent_id)
+        self.core.extent_released(self.now(), Tier.CPU, extent_id)
+        self.apply()
+
+    def _moved(self, report: MoveReport) -> None:
+        now = self.now()
+        for move, result in report.results:
+            self.core.move_done(now, move.move_id, result)
+        self.apply()
+        self.on_moves(report)
+
+    def _set_timer(self) -> None:
+        due_s = self.core.next_deadline()
+        if due_s is None or (self._timer is not None and self._timer_at_s <= due_s and self._timer_at_s > self.now()):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at_s = due_s
+        self._timer = asyncio.get_running_loop().call_later(max(due_s - self.now(), 0.0), self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self.core.tick(self.now())
+        self.apply()
+
+    # ---- sessions and realms
+
+    async def realm(self, tenant: str, namespace: Namespace) -> Realm:
+        """The realm of a tenant and namespace; a new one is recorded on disk before it is used.
+
+        Raises:
+            RequestError: BAD_REQUEST for a tenant name that cannot be; LIMIT for too many realms.
+        """
+        identity = (tenant, namespace.fingerprint())
+        known = self.core.state.realm_ids.get(identity)
+        if known is not None:
+            return self.core.state.realms[known]
+        if not tenant.isprintable() or len(tenant) > MAX_TENANT_NAME:
+            raise RequestError(Reason.BAD_REQUEST, f"a tenant name has at most {MAX_TENANT_NAME} printable characters")
+        async with self._realm_lock:
+            realm, new = self.core.open_realm(tenant, namespace)
+            if new and self.nvme is not None:
+                realm.writable = False
+                try:
+                    await asyncio.to_thread(self.nvme.register_realm, RealmInfo(realm.realm_id, tenant, namespace))
+                    realm.writable = True
+                except OSError as e:
+                    log.error("cannot record a namespace on NVMe: %s; its blocks stay in memory", e)
+        return realm
+
+    async def attach(self, namespace: Namespace, tenant: str, client_name: str, pid: int) -> Attached:
+        """Begin a session. Raises RequestError when the namespace or tenant cannot be, or there are too many sessions."""
+        namespace.validate()
+        self.sessions.check_room()
+        if self.core.state.draining:
+            raise RequestError(Reason.DRAINING, "the daemon is shutting down")
+        realm = await self.realm(tenant or DEFAULT_TENANT, namespace)
+        session = self.core.attach(self.sessions.next_id(), realm)
+        attached = self.sessions.add(session, realm, client_name[:64], pid, self.now())
+        log.info("session %d attached: %s, tenant %s, pid %d", attached.session_id, attached.client_name, attached.tenant, pid)
+        return attached
+
+    def end_if_over(self, attached: Attached) -> None:
+        """End a session when every process of its engine has gone."""
+        if not attached.is_over or self.sessions.by_id(attached.session_id) is not attached:
+            return
+        self.sessions.remove(attached)
+        self.core.detach(self.now(), attached.core)
+        self.apply()
+        log.info("session %d ended", attached.session_id)
+
+    # ---- data
+
+    async def save(self, attached: Attached, realm: Realm, keys: list[bytes], wait_s: float) -> SaveGrant:
+        """Grant slots; keys refused for lack of room are tried again until ``wait_s`` has passed."""
+        space = self._space
+        grant = self.core.save(self.now(), attached.core, realm, keys)
+        self.apply()
+        if BUSY not in grant.outcomes or grant.ticket_id or (wait_s <= 0 and not space.is_set()):
+            return grant
+        # Nothing was granted: wait for room and ask again as a whole, so that one call has one ticket.
+        until_s = self.now() + wait_s
+        while True:
+            if not space.is_set():
+                try:
+                    await asyncio.wait_for(space.wait(), max(until_s - self.now(), 0.001))
+                except TimeoutError:
+                    return grant
+            space = self._space
+            grant = self.core.save(self.now(), attached.core, realm, keys)
+            self.apply()
+            if grant.ticket_id or BUSY not in grant.outcomes or self.now() >= until_s:
+                return grant
+
+    def commit(self, attached: Attached, ticket_id: int, indexes: Iterable[int]) -> list[Block]:
+        """Publish filled blocks."""
+        published = self.core.commit(self.now(), attached.core, ticket_id, indexes)
+        self.apply()
+        return published
+
+    def abort(self, attached: Attached, ticket_id: int, indexes: Iterable[int]) -> None:
+        """Return granted slots."""
+        self.core.abort(self.now(), attached.core, ticket_id, indexes)
+        self.apply()
+
+    def load(self, attached: Attached, realm: Realm, keys: list[bytes], deadline_s: float, *, each: bool) -> ReadTicket:
+        """Begin a load; ``deadline_s`` is a duration."""
+        ticket = self.core.load(self.now(), attached.core, realm, keys, self.now() + deadline_s, each=each)
+        return self._watched(ticket)
+
+    def prefetch(self, attached: Attached, realm: Realm, keys: list[bytes], deadline_s: float) -> ReadTicket:
+        """Begin a prefetch; ``deadline_s`` is a duration."""
+        ticket = self.core.prefetch(self.now(), attached.core, realm, keys, self.now() + deadline_s)
+        return self._watched(ticket)
+
+    def _watched(self, ticket: ReadTicket) -> ReadTicket:
+        if ticket.waiting:
+            self._progress[ticket] = asyncio.Event()
+        self.apply()
+        return ticket
+
+    def collect(self, ticket: ReadTicket) -> tuple[list[int], list[int], bool]:
+        """What became readable since the last call; see ``TierCore.collect``."""
+        answer = self.core.collect(self.now(), ticket)
+        if answer[2]:
+            self._progress.pop(ticket, None)
+        self.apply()
+        return answer
+
+    async def wait_progress(self, ticket: ReadTicket) -> None:
+        """Wait until a ticket has news. Returns at once when nothing more can come."""
+        event = self._progress.get(ticket)
+        if event is None or ticket.closed:
+            return
+        await event.wait()
+        event.clear()
+
+    def unwatch(self, ticket: ReadTicket) -> None:
+        """The caller asks no more."""
+        self._progress.pop(ticket, None)
+
+    def abandon(self, ticket: ReadTicket) -> None:
+        """The caller of a load has gone away: what it was not given is unpinned; what it was given stays until Release."""
+        self._progress.pop(ticket, None)
+        self.core.abandon(self.now(), ticket)
+        self.apply()
+
+    def release(self, attached: Attached, ticket_id: int, indexes: Iterable[int]) -> None:
+        """Unpin loaded blocks."""
+        self.core.release(self.now(), attached.core, ticket_id, indexes)
+        self.apply()
+
+    def release_if_open(self, attached: Attached, ticket_id: int, indexes: Iterable[int]) -> None:
+        """Unpin loaded blocks of a load that may have ended meanwhile."""
+        if ticket_id in attached.core.tickets:
+            self.release(attached, ticket_id, indexes)
+
+    def cancel(self, attached: Attached, ticket_id: int) -> None:
+        """Drop a prefetch."""
+        self.core.cancel(self.now(), attached.core, ticket_id)
+        self.apply()
+
+    async def evict(self, realms: list[Realm], keys: list[bytes] | None, tier: Tier | None, idle_s: float) -> int:
+        """Forget copies; on return the removals are in the journal, so they hold after a crash too."""
+        evicted = 0
+        for realm in realms:
+            chosen = keys if keys is not None else self.core.keys_to_evict(self.now(), realm, tier, idle_s)
+            for start in range(0, len(chosen), EVICT_CHUNK):
+                evicted += self.core.evict_keys(self.now(), realm, chosen[start : start + EVICT_CHUNK], tier, idle_s)
+                self.apply()
+                await asyncio.sleep(0)
+        if self.nvme is not None:
+            await asyncio.to_thread(self.nvme.flush)
+        return evicted
+
+    def pin(self, realms: list[Realm], keys: list[bytes], expires_s: float) -> PinTicket:
+        """Keep copies in place for ``expires_s`` seconds."""
+        ticket = self.core.pin(self.now(), realms, keys, self.now() + expires_s)
+        self.apply()
+        return ticket
+
+    def unpin(self, ticket_id: int, tenant: str | None) -> None:
+        """Take a pin back."""
+        self.core.unpin(self.now(), ticket_id, tenant)
+        self.apply()
+
+    async def drain(self, timeout_s: float, *, resume: bool) -> int:
+        """Write down what exists only in memory. Returns the bytes that are left."""
+        self.core.drain(self.now(), on=True)
+        self.apply()
+        until_s = self.now() + timeout_s
+        while self.core.undrained_bytes and self.now() < until_s:
+            space = self._space
+            try:
+                await asyncio.wait_for(space.wait(), max(min(until_s - self.now(), 1.0), 0.001))
+            except TimeoutError:
+                continue
+        left = self.core.undrained_bytes
+        if resume:
+            self.core.drain(self.now(), on=False)
+            self.apply()
+        return left
+
+
+def _core_config(config: Config, nvme_bytes: int) -> CoreConfig:
+    return CoreConfig(
+        capacity_bytes=(0, config.cpu.capacity, nvme_bytes),
+        extent_bytes=(0, config.cpu.extent_bytes, config.nvme.segment_bytes),
+        ttl_s=(config.hbm.ttl, config.cpu.ttl, config.nvme.ttl),
+        free_target=config.cpu.free_target,
+        max_promote_bytes=config.nvme.max_bytes_in_flight,
+        max_demote_bytes=config.nvme.max_bytes_in_flight,
+        max_tickets=config.server.max_tickets,
+        max_ticket_share=config.server.max_ticket_share,
+    )
+
+
+def _tenants(config: Config) -> dict[str, Tenant]:
+    return {
+        name: Tenant(name, [t.hbm_quota, t.cpu_quota, t.nvme_quota], [t.hbm_ttl, t.cpu_ttl, t.nvme_ttl])
+        for name, t in config.tenants.items()
+    }

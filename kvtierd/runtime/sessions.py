@@ -1,0 +1,102 @@
+"""Attached engines: tokens, processes on the descriptor socket, and when a session ends.
+
+A session is alive while its Attach stream is open or any of its processes holds the descriptor socket. The kernel closes
+both when a process dies, so no time-out is needed; and as long as one process lives, it may be copying, so nothing is taken
+back.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvtierd.core.realm import Realm
+from kvtierd.core.tickets import Session
+from kvtierd.errors import Reason, RequestError
+from kvtierd.model import Namespace
+
+TOKEN_BYTES: Final = 16
+MAX_PROCESSES: Final = 2048
+"""Processes of one session on the descriptor socket."""
+
+
+@dataclass(slots=True, eq=False)
+class Attached:
+    """One session as the shell sees it."""
+
+    token: bytes
+    core: Session
+    namespace: Namespace
+    tenant: str
+    client_name: str
+    pid: int
+    attached_s: float
+    stream_open: bool = True
+    realm_ids: set[int] = field(default_factory=set)
+    """Realms that it acted for; its processes may map their extents."""
+    processes: set[int] = field(default_factory=set)
+    """Connections on the descriptor socket."""
+    on_event: Callable[[str], None] | None = None
+    """Sends an event's text down the Attach stream."""
+
+    @property
+    def session_id(self) -> int:
+        """Number for logs; the token is a secret."""
+        return self.core.session_id
+
+    @property
+    def is_over(self) -> bool:
+        """True when every process of the engine has gone."""
+        return not self.stream_open and not self.processes
+
+
+class Sessions:
+    """All sessions, by token and by number."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._by_token: dict[bytes, Attached] = {}
+        self._by_id: dict[int, Attached] = {}
+        self._ids = itertools.count(1)
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[Attached]:
+        return iter(list(self._by_id.values()))
+
+    def check_room(self) -> None:
+        """Raise RequestError LIMIT when there are as many sessions as allowed."""
+        if len(self._by_id) >= self._limit:
+            raise RequestError(Reason.LIMIT, f"{self._limit} sessions are attached; raise server.max_sessions or detach some")
+
+    def next_id(self) -> int:
+        """A number for a new session."""
+        return next(self._ids)
+
+    def add(self, core: Session, realm: Realm, client_name: str, pid: int, now: float) -> Attached:
+        """Give a session its token."""
+        attached = Attached(secrets.token_bytes(TOKEN_BYTES), core, realm.namespace, realm.tenant.name, client_name, pid, now)
+        attached.realm_ids.add(realm.realm_id)
+        self._by_token[attached.token] = attached
+        self._by_id[core.session_id] = attached
+        return attached
+
+    def by_token(self, token: bytes) -> Attached:
+        """The session of a token. Raises RequestError UNKNOWN_SESSION."""
+        found = self._by_token.get(token)
+        if found is None:
+            raise RequestError(Reason.UNKNOWN_SESSION, "no such session: it ended, or the daemon was restarted; attach again")
+        return found
+
+    def by_id(self, session_id: int) -> Attached | None:
+        """The session of a number."""
+        return self._by_id.get(session_id)
+
+    def remove(self, attached: Attached) -> None:
+        """Forget a session."""
+        self._by_token.pop(attached.token, None)
+        self._by_id.pop(attached.session_id, None)

@@ -1,0 +1,251 @@
+"""``KvTierAdminService``: what operators and the command line use."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterable
+from typing import Any, Final
+
+import grpc
+
+from kvtierd import __version__
+from kvtierd.config import Config
+from kvtierd.core.block import Block, CopyState
+from kvtierd.core.realm import Realm
+from kvtierd.errors import Reason, RequestError
+from kvtierd.model import Tier, split_keys
+from kvtierd.runtime import Runtime
+from kvtierd.service import status
+from kvtierd.service.calls import checked_expiry, checked_idle, tier_of
+from kvtierd.service.config_text import config_toml
+from kvtierd.service.metrics import Metrics
+from kvtierd.v1 import admin_pb2 as pb
+from kvtierd.v1 import admin_pb2_grpc
+
+MAX_PAGE: Final = 1000
+MIN_PREFIX: Final = 4
+"""Bytes of a key or fingerprint that an operator must give."""
+PAGE_SCAN: Final = 100_000
+"""Blocks that one page looks at."""
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class AdminServicer(admin_pb2_grpc.KvTierAdminServiceServicer):
+    """The admin API."""
+
+    def __init__(self, runtime: Runtime, metrics: Metrics, config: Config) -> None:
+        self._rt = runtime
+        self._metrics = metrics
+        self._config = config
+
+    async def _checked(self, context: Context, work: Any) -> Any:
+        try:
+            return await work if asyncio.iscoroutine(work) else work()
+        except Exception as e:
+            await status.abort(context, status.as_request_error(e))
+
+    async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> Any:
+        """See the proto."""
+        return await self._checked(context, self._status)
+
+    def _status(self) -> pb.GetStatusResponse:
+        rt = self._rt
+        now = rt.now()
+        shot = rt.core.snapshot()
+        paths = {Tier.CPU: "memfd", Tier.NVME: rt.nvme.path if rt.nvme else ""}
+        return pb.GetStatusResponse(
+            boot_epoch=rt.boot_epoch,
+            version=__version__,
+            uptime_s=now - rt.started_s,
+            tiers=[
+                pb.TierStatus(
+                    tier=_wire_tier(t.tier),
+                    capacity_bytes=t.capacity_bytes,
+                    reserved_bytes=t.reserved_bytes,
+                    used_bytes=t.used_bytes,
+                    copies=t.copies,
+                    dirty_bytes=t.dirty_bytes,
+                    pinned_bytes=t.pinned_bytes,
+                    path=paths.get(t.tier, ""),
+                    suspended=t.suspended,
+                )
+                for t in shot.tiers
+            ],
+            tenants=[
+                pb.TenantStatus(
+                    tenant=t.tenant,
+                    blocks=t.blocks,
+                    used_bytes=t.used_bytes,
+                    quota_bytes=t.quota_bytes,
+                    hits=sum(t.hits),
+                    misses=t.misses,
+                )
+                for t in itertools.islice(shot.tenants, MAX_PAGE)
+            ],
+            sessions=[
+                pb.SessionStatus(
+                    id=str(s.session_id),
+                    client_name=s.client_name,
+                    tenant=s.tenant,
+                    model=s.namespace.model,
+                    fingerprint=s.core.realm.fingerprint[:8].hex(),
+                    processes=len(s.processes),
+                    tickets=len(s.core.tickets),
+                    ticket_bytes=s.core.ticket_bytes,
+                    age_s=now - s.attached_s,
+                    pid=s.pid,
+                )
+                for s in itertools.islice(rt.sessions, MAX_PAGE)
+            ],
+            counters=self._metrics.totals(),
+            blocks=shot.blocks,
+            draining=rt.core.state.draining,
+        )
+
+    async def GetConfig(self, request: pb.GetConfigRequest, context: Context) -> Any:
+        """See the proto."""
+        return await self._checked(context, lambda: pb.GetConfigResponse(toml=config_toml(self._config)))
+
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> Any:
+        """See the proto."""
+
+        async def work() -> pb.DrainResponse:
+            timeout_s = min(checked_idle(request.timeout_s), self._config.server.max_deadline)
+            left = await self._rt.drain(timeout_s or self._config.server.drain_timeout, resume=request.resume)
+            return pb.DrainResponse(dirty_bytes=left)
+
+        return await self._checked(context, work())
+
+    async def Checkpoint(self, request: pb.CheckpointRequest, context: Context) -> Any:
+        """See the proto."""
+
+        async def work() -> pb.CheckpointResponse:
+            return pb.CheckpointResponse(copies=await self._rt.checkpoint())
+
+        return await self._checked(context, work())
+
+    # ---- blocks
+
+    async def ListBlocks(self, request: pb.ListBlocksRequest, context: Context) -> Any:
+        """See the proto. The listing is a moving picture: blocks that come and go meanwhile may be missed."""
+        return await self._checked(context, lambda: self._page(request))
+
+    def _page(self, request: pb.ListBlocksRequest) -> pb.ListBlocksResponse:
+        size = request.page_size or 100
+        if size > MAX_PAGE:
+            raise RequestError(Reason.BAD_REQUEST, f"page_size is at most {MAX_PAGE}")
+        tier = tier_of(request.tier)
+        realm_id, offset = _parse_token(request.page_token)
+        response = pb.ListBlocksResponse()
+        scanned = 0
+        for realm in self._realms(request.tenant):
+            if realm.realm_id < realm_id:
+                continue
+            start = offset if realm.realm_id == realm_id else 0
+            for position, block in enumerate(itertools.islice(realm.index.values(), start, None), start):
+                if len(response.blocks) >= size or scanned >= PAGE_SCAN:
+                    response.next_page_token = f"{realm.realm_id}.{position}"
+                    return response
+                scanned += 1
+                if tier is None or block.copy_on(tier) is not None:
+                    response.blocks.append(self._info(block))
+        return response
+
+    def _realms(self, tenant: str) -> list[Realm]:
+        realms = self._rt.core.state.realms
+        chosen: Iterable[Realm] = realms.values()
+        if tenant:
+            owner = self._rt.core.state.tenants.get(tenant)
+            if owner is None:
+                raise RequestError(Reason.NOT_FOUND, f"no tenant {tenant!r}; `kvtierd status` lists those known")
+            chosen = owner.realms
+        return sorted(chosen, key=lambda realm: realm.realm_id)
+
+    def _info(self, block: Block) -> pb.BlockInfo:
+        copies = [block.copy_on(tier) for tier in Tier]
+        return pb.BlockInfo(
+            key=block.key,
+            tenant=block.realm.tenant.name,
+            fingerprint=block.realm.fingerprint,
+            bytes=block.realm.namespace.block_bytes,
+            states=["" if c is None else c.state.name.lower() for c in copies],
+            pins=sum(c.pins for c in copies if c is not None),
+            idle_s=max(self._rt.now() - block.used_at_s, 0.0),
+        )
+
+    async def GetStory(self, request: pb.GetStoryRequest, context: Context) -> Any:
+        """See the proto."""
+        return await self._checked(context, lambda: self._story(request.key))
+
+    def _story(self, prefix: bytes) -> pb.GetStoryResponse:
+        if len(prefix) < MIN_PREFIX:
+            raise RequestError(Reason.BAD_KEY, f"give at least {MIN_PREFIX} bytes ({2 * MIN_PREFIX} hex digits) of the key")
+        response = pb.GetStoryResponse()
+        for event in self._rt.core.story(prefix)[-MAX_PAGE:]:
+            response.events.add(
+                at_s=event.at_s - self._rt.started_s,
+                key=event.key,
+                tier=_wire_tier(event.tier),
+                to=event.finish.name.lower(),
+                why=event.why,
+                **{"from": event.start.name.lower()},
+            )
+        keys = {event.key for event in response.events} or {prefix}
+        block = next((b for k in keys for r in self._realms("") if (b := r.index.get(k)) is not None), None)
+        if block is not None:
+            response.block.CopyFrom(self._info(block))
+        elif not response.events:
+            raise RequestError(Reason.NOT_FOUND, f"no block {prefix.hex()} is held or remembered")
+        return response
+
+    async def EvictBlocks(self, request: pb.EvictBlocksRequest, context: Context) -> Any:
+        """See the proto."""
+
+        async def work() -> pb.EvictBlocksResponse:
+            idle_s = checked_idle(request.idle_s)
+            narrowed = request.tenant or request.fingerprint or request.keys or request.tier or idle_s
+            if not (narrowed or request.all):
+                raise RequestError(Reason.BAD_REQUEST, "this would evict everything; name a selector, or set all")
+            if request.fingerprint and len(request.fingerprint) < MIN_PREFIX:
+                raise RequestError(Reason.BAD_REQUEST, f"give at least {MIN_PREFIX} bytes of the fingerprint")
+            realms = [r for r in self._realms(request.tenant) if r.fingerprint.startswith(request.fingerprint)]
+            keys = split_keys(request.keys) if request.keys else None
+            return pb.EvictBlocksResponse(evicted=await self._rt.evict(realms, keys, tier_of(request.tier), idle_s))
+
+        return await self._checked(context, work())
+
+    async def PinBlocks(self, request: pb.PinBlocksRequest, context: Context) -> Any:
+        """See the proto."""
+
+        def work() -> pb.PinBlocksResponse:
+            keys = split_keys(request.keys)
+            ticket = self._rt.pin(self._realms(request.tenant), keys, checked_expiry(request.expires_s))
+            if not ticket.copies:
+                raise RequestError(Reason.NOT_FOUND, "none of these blocks is held")
+            return pb.PinBlocksResponse(ticket=ticket.ticket_id, pinned=len(ticket.copies))
+
+        return await self._checked(context, work)
+
+    async def UnpinBlocks(self, request: pb.UnpinBlocksRequest, context: Context) -> Any:
+        """See the proto."""
+
+        def work() -> pb.UnpinBlocksResponse:
+            self._rt.unpin(request.ticket, None)
+            return pb.UnpinBlocksResponse()
+
+        return await self._checked(context, work)
+
+
+def _parse_token(token: str) -> tuple[int, int]:
+    if not token:
+        return 0, 0
+    realm, dot, offset = token.partition(".")
+    if not (dot and realm.isdecimal() and offset.isdecimal()):
+        raise RequestError(Reason.BAD_REQUEST, "page_token must come from the previous page")
+    return int(realm), int(offset)
+
+
+def _wire_tier(tier: Tier) -> Any:
+    return int(tier) + 1

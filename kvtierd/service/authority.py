@@ -1,0 +1,63 @@
+"""What the descriptor server may give to whom: the runtime's sessions and the core's extents."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from kvtierd.errors import Reason, RequestError
+from kvtierd.model import Tier
+from kvtierd.runtime import Runtime
+from kvtierd.runtime.sessions import MAX_PROCESSES
+from kvtierd.service.fdconnection import ExtentInfo, JoinGrant
+
+log = logging.getLogger(__name__)
+
+
+class RuntimeAuthority:
+    """Implements :class:`~kvtierd.service.fdconnection.Authority` over a runtime."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._rt = runtime
+        # The socket's permissions say whether other users are meant to come in at all.
+        self._others = bool(runtime.config.server.socket_mode & 0o066)
+
+    def join(
+        self, session: bytes, shard: int, pins_memory: bool, numa_node: int, pid: int, uid: int, conn_id: int
+    ) -> JoinGrant:
+        """Let a process into its session. Raises RequestError to refuse."""
+        if uid not in (os.getuid(), 0) and not self._others:
+            raise RequestError(Reason.PERMISSION, f"user {uid} may not join; set server.socket_mode to let other users in")
+        attached = self._rt.sessions.by_token(session)
+        shards = len(attached.namespace.shard_bytes)
+        if shard >= shards:
+            raise RequestError(Reason.BAD_REQUEST, f"shard {shard} of a namespace that has {shards}, counted from 0")
+        if len(attached.processes) >= MAX_PROCESSES:
+            raise RequestError(Reason.LIMIT, f"session {attached.session_id} has {MAX_PROCESSES} processes already")
+        attached.processes.add(conn_id)
+        log.debug("pid %d joined session %d as shard %d (NUMA node %d)", pid, attached.session_id, shard, numa_node)
+        return JoinGrant(self._rt.boot_epoch, attached.namespace.slot_bytes, attached.session_id)
+
+    def may_map(self, session_id: int, extent_id: int, shard: int) -> ExtentInfo | None:
+        """An extent of one of the session's realms, of the process's shard."""
+        attached = self._rt.sessions.by_id(session_id)
+        extent = self._rt.core.state.pools[Tier.CPU].extents.get(extent_id)
+        if attached is None or extent is None or extent.group.realm_id not in attached.realm_ids:
+            return None
+        if shard not in (-1, extent.group.shard):
+            return None
+        return ExtentInfo(extent.size_bytes, extent.slot_bytes, extent.group.shard, self._rt.cpu.fd(extent_id))
+
+    def unmapped(self, conn_id: int, extent_ids: list[int]) -> None:
+        """Nothing to do: the server itself keeps track of who holds what."""
+
+    def process_gone(self, session_id: int, conn_id: int) -> None:
+        """A process has died or closed; the last one ends its session."""
+        attached = self._rt.sessions.by_id(session_id)
+        if attached is not None:
+            attached.processes.discard(conn_id)
+            self._rt.end_if_over(attached)
+
+    def extent_released(self, extent_id: int) -> None:
+        """See the protocol."""
+        self._rt.extent_released(extent_id)

@@ -1,0 +1,206 @@
+"""The data calls, from a request message to an answer message. Unary RPCs and the Attach stream share them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator
+from typing import Final
+
+from kvtierd.core.block import Block
+from kvtierd.core.realm import Realm
+from kvtierd.core.tickets import ReadTicket
+from kvtierd.core.tier_core import GRANTED, HELD, OUTCOME_NAMES
+from kvtierd.errors import Reason, RequestError
+from kvtierd.model import Tier, count_keys, split_keys
+from kvtierd.runtime import Attached, Runtime
+from kvtierd.service.metrics import Metrics
+from kvtierd.v1 import kvtier_pb2 as pb
+
+MAX_PIN_S: Final = 30 * 86_400.0
+"""Longest life of a pin."""
+
+
+class Calls:
+    """Data calls over a runtime. Every method raises RequestError for what it cannot serve."""
+
+    def __init__(self, runtime: Runtime, metrics: Metrics) -> None:
+        self._rt = runtime
+        self._metrics = metrics
+        self._epoch = runtime.boot_epoch
+
+    def session(self, token: bytes) -> Attached:
+        """The session of a token."""
+        return self._rt.sessions.by_token(token)
+
+    async def _realm(self, attached: Attached, tenant: str) -> Realm:
+        if not tenant or tenant == attached.tenant:
+            return attached.core.realm
+        realm = await self._rt.realm(tenant, attached.namespace)
+        attached.realm_ids.add(realm.realm_id)
+        return realm
+
+    def _seconds(self, ms: int) -> float:
+        return min(ms / 1000, self._rt.config.server.max_deadline)
+
+    async def lookup(self, attached: Attached, request: pb.LookupRequest) -> pb.LookupResponse:
+        """See ``KvTierService.Lookup``."""
+        realm = await self._realm(attached, request.tenant)
+        count = count_keys(request.keys)
+        held, tiers = self._rt.core.lookup_packed(realm, request.keys, each=request.each)
+        self._metrics.lookup(realm.tenant.name, held, count)
+        return pb.LookupResponse(boot_epoch=self._epoch, held=held, tiers=tiers)
+
+    # ---- save
+
+    async def save(self, attached: Attached, request: pb.SaveRequest) -> pb.SaveResponse:
+        """See ``KvTierService.Save``."""
+        realm = await self._realm(attached, request.tenant)
+        keys = split_keys(request.keys)
+        grant = await self._rt.save(attached, realm, keys, self._seconds(request.wait_ms))
+        for outcome in grant.outcomes:
+            if outcome > HELD:
+                self._metrics.rejected(OUTCOME_NAMES[outcome])
+        return pb.SaveResponse(boot_epoch=self._epoch, ticket=grant.ticket_id, outcomes=grant.outcomes, slots=grant.slots)  # type: ignore[arg-type]
+
+    def commit(self, attached: Attached, request: pb.CommitRequest) -> pb.CommitResponse:
+        """See ``KvTierService.Commit``."""
+        published = self._rt.commit(attached, request.ticket, request.indexes)
+        self.count_saved(published, "shm")
+        return pb.CommitResponse(boot_epoch=self._epoch, committed=len(published))
+
+    def count_saved(self, published: list[Block], path: str) -> None:
+        """Count committed blocks in the metrics."""
+        if published:
+            realm = published[0].realm
+            self._metrics.saved(realm.tenant.name, len(published), len(published) * realm.namespace.block_bytes, path)
+
+    def abort(self, attached: Attached, request: pb.AbortRequest) -> pb.AbortResponse:
+        """See ``KvTierService.Abort``."""
+        self._rt.abort(attached, request.ticket, request.indexes)
+        return pb.AbortResponse(boot_epoch=self._epoch)
+
+    # ---- load
+
+    async def begin_load(self, attached: Attached, tenant: str, keys: bytes, deadline_ms: int, *, each: bool) -> ReadTicket:
+        """Start a load; answers come from :meth:`load_step`."""
+        realm = await self._realm(attached, tenant)
+        return self._rt.load(attached, realm, split_keys(keys), self._seconds(deadline_ms), each=each)
+
+    def load_step(self, ticket: ReadTicket) -> pb.LoadResponse | None:
+        """What became readable since the last step; None when nothing did."""
+        indexes, slots, done = self._rt.collect(ticket)
+        if not indexes and not done:
+            return None
+        tenant = ticket.realm.tenant.name
+        self._metrics.loaded(tenant, len(indexes), len(indexes) * ticket.realm.namespace.block_bytes, "shm")
+        return pb.LoadResponse(
+            boot_epoch=self._epoch,
+            ticket=0 if not ticket.entries else ticket.ticket_id,
+            indexes=indexes,
+            slots=slots,
+            tiers=bytes(ticket.found_on[i] for i in indexes),
+            done=done,
+            reason=int(ticket.reason) if done else 0,  # type: ignore[arg-type]
+        )
+
+    async def load_steps(self, ticket: ReadTicket) -> AsyncIterator[pb.LoadResponse]:
+        """Steps until the load is done. When the caller stops early, the rest is unpinned."""
+        finished = False
+        try:
+            while not finished:
+                step = self.load_step(ticket)
+                if step is None:
+                    await self._rt.wait_progress(ticket)
+                    continue
+                finished = step.done
+                yield step
+        finally:
+            if not finished:
+                self._rt.abandon(ticket)
+
+    def release(self, attached: Attached, request: pb.ReleaseRequest) -> pb.ReleaseResponse:
+        """See ``KvTierService.Release``."""
+        self._rt.release(attached, request.ticket, request.indexes)
+        return pb.ReleaseResponse(boot_epoch=self._epoch)
+
+    # ---- prefetch
+
+    async def begin_prefetch(self, attached: Attached, request: pb.PrefetchRequest) -> ReadTicket:
+        """Start a prefetch; answers come from :meth:`prefetch_step`."""
+        realm = await self._realm(attached, request.tenant)
+        return self._rt.prefetch(attached, realm, split_keys(request.keys), self._seconds(request.deadline_ms))
+
+    def prefetch_step(self, ticket: ReadTicket) -> pb.PrefetchResponse:
+        """How far a prefetch is."""
+        held, ready, done = self._rt.core.progress(ticket)
+        return pb.PrefetchResponse(
+            boot_epoch=self._epoch, ticket=0 if not held else ticket.ticket_id, held=held, ready=ready, done=done
+        )
+
+    async def prefetch_steps(self, ticket: ReadTicket, *, wait: bool) -> AsyncIterator[pb.PrefetchResponse]:
+        """One step, or with ``wait`` one a change until nothing more will come."""
+        try:
+            step = self.prefetch_step(ticket)
+            yield step
+            while wait and not step.done:
+                await self._rt.wait_progress(ticket)
+                step = self.prefetch_step(ticket)
+                yield step
+            if step.done:
+                self._metrics.prefetch("miss" if not step.held else "ready" if step.ready == step.held else "partial")
+        finally:
+            self._rt.unwatch(ticket)
+
+    def cancel(self, attached: Attached, request: pb.CancelRequest) -> pb.CancelResponse:
+        """See ``KvTierService.Cancel``."""
+        self._rt.cancel(attached, request.ticket)
+        self._metrics.prefetch("cancelled")
+        return pb.CancelResponse(boot_epoch=self._epoch)
+
+    # ---- evict and pin
+
+    async def evict(self, attached: Attached, request: pb.EvictRequest) -> pb.EvictResponse:
+        """See ``KvTierService.Evict``."""
+        realm = await self._realm(attached, request.tenant)
+        keys = split_keys(request.keys) if request.keys else None
+        evicted = await self._rt.evict([realm], keys, tier_of(request.tier), checked_idle(request.idle_s))
+        return pb.EvictResponse(boot_epoch=self._epoch, evicted=evicted)
+
+    async def pin(self, attached: Attached, request: pb.PinRequest) -> pb.PinResponse:
+        """See ``KvTierService.Pin``."""
+        realm = await self._realm(attached, request.tenant)
+        ticket = self._rt.pin([realm], split_keys(request.keys), checked_expiry(request.expires_s))
+        return pb.PinResponse(
+            boot_epoch=self._epoch, ticket=ticket.ticket_id if ticket.copies else 0, pinned=len(ticket.copies)
+        )
+
+    def unpin(self, attached: Attached, request: pb.UnpinRequest) -> pb.UnpinResponse:
+        """See ``KvTierService.Unpin``."""
+        self._rt.unpin(request.ticket, attached.tenant)
+        return pb.UnpinResponse(boot_epoch=self._epoch)
+
+
+def tier_of(tier: int) -> Tier | None:
+    """Tier of the wire's number; None for any. Raises RequestError for an unknown one."""
+    if tier == pb.TIER_UNSPECIFIED:
+        return None
+    if tier not in (pb.TIER_HBM, pb.TIER_CPU, pb.TIER_NVME):
+        raise RequestError(Reason.BAD_REQUEST, f"tier {tier} does not exist")
+    return Tier(tier - 1)
+
+
+def checked_expiry(seconds: float) -> float:
+    """A pin's life. Raises RequestError when it is not positive or too long."""
+    if not (math.isfinite(seconds) and 0 < seconds <= MAX_PIN_S):
+        raise RequestError(Reason.BAD_REQUEST, f"expires_s must lie between 0 and {MAX_PIN_S:.0f}; got {seconds}")
+    return seconds
+
+
+def checked_idle(seconds: float) -> float:
+    """An idle time. Raises RequestError when it is negative or no number."""
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise RequestError(Reason.BAD_REQUEST, f"idle_s must be 0 or more; got {seconds}")
+    return seconds
+
+
+__all__ = ["GRANTED", "Calls", "checked_expiry", "checked_idle", "tier_of"]

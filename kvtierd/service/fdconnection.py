@@ -1,0 +1,171 @@
+"""One connection of the descriptor socket, and what its server asks the rest of the daemon."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import errno
+import os
+import socket
+import struct
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from kvtierd.errors import Reason, RequestError
+from kvtierd.v1 import fdpass_pb2 as pb
+
+MAX_QUEUED_PACKETS: Final = 64
+"""Packets that wait for a process that does not read, on top of the kernel's own buffer."""
+
+_CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
+
+
+@dataclass(frozen=True, slots=True)
+class JoinGrant:
+    """What a process that joins learns; ``session_id`` stays in the daemon."""
+
+    boot_epoch: int
+    slot_bytes: Sequence[int]
+    session_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExtentInfo:
+    """An extent that a process may map; ``fd`` is passed on at once or duplicated."""
+
+    size_bytes: int
+    slot_bytes: int
+    shard: int
+    fd: int
+
+
+class Authority(Protocol):
+    """Decides what processes get, and hears what they do. Called in the event loop; must not block."""
+
+    def join(
+        self, session: bytes, shard: int, pins_memory: bool, numa_node: int, pid: int, uid: int, conn_id: int
+    ) -> JoinGrant:
+        """Let a process into a session. ``pid`` and ``uid`` come from the kernel. Raises RequestError to refuse."""
+
+    def may_map(self, session_id: int, extent_id: int, shard: int) -> ExtentInfo | None:
+        """An extent that a session's process for this shard (-1: for all) may map; None when it may not, or there is none."""
+
+    def unmapped(self, conn_id: int, extent_ids: list[int]) -> None:
+        """A process says that it maps these no more."""
+
+    def process_gone(self, session_id: int, conn_id: int) -> None:
+        """A process that joined has closed its connection or died."""
+
+    def extent_released(self, extent_id: int) -> None:
+        """No process has a revoked extent registered with a device any more. Called once for each revoked extent."""
+
+
+class Connection:
+    """One process.
+
+    Attributes:
+        conn_id: number of the connection; never reused.
+        pid: process id of the peer in this process's namespace; 0 when it is in another one.
+        uid: user of the peer.
+        given: extents whose descriptors were sent and that were not confirmed as unmapped.
+        joined: whether it has joined a session.
+        dismissed: whether it gets no more answers.
+
+    Raises:
+        OSError: the peer has gone.
+    """
+
+    def __init__(self, conn_id: int, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self.conn_id = conn_id
+        self.sock = sock
+        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        self.pid, self.uid, _gid = _CREDENTIALS.unpack(credentials)
+        self.session_id = -1
+        self.shard = -1
+        self.pins_memory = False
+        self.given: set[int] = set()
+        self.joined = False
+        self.dismissed = False
+        self.closed = False
+        self._queue: deque[tuple[bytes, list[int]]] = deque()
+
+    def join(self, session_id: int, shard: int, *, pins_memory: bool) -> None:
+        """Note what the authority granted."""
+        self.session_id = session_id
+        self.shard = shard
+        self.pins_memory = pins_memory
+        self.joined = True
+
+    def transmit(self, message: pb.DescriptorResponse) -> None:
+        """Send a last word if there is room for it."""
+        with contextlib.suppress(OSError):
+            self.sock.send(message.SerializeToString())
+
+    def send(self, message: pb.DescriptorResponse, fds: list[int]) -> bool:
+        """Send a packet, or queue it with duplicates of its descriptors.
+
+        Returns:
+            Whether the caller must now wait until the socket can be written to, and then :meth:`flush`.
+
+        Raises:
+            RequestError: OVERLOADED when the peer does not read.
+            OSError: the socket failed.
+        """
+        data = message.SerializeToString()
+        if not self._queue and self._sendmsg(data, fds):
+            return False
+        if len(self._queue) >= MAX_QUEUED_PACKETS:
+            raise RequestError(Reason.OVERLOADED, f"{MAX_QUEUED_PACKETS} packets wait for a process that does not read")
+        copies: list[int] = []
+        self._queue.append((data, copies))
+        # An extent's descriptor may be closed before the packet leaves, and its number may be something else's then.
+        copies.extend(map(os.dup, fds))  # those made before a failure are in the queue, and are closed with it
+        return True
+
+    def flush(self) -> bool:
+        """Send what is queued, as far as it goes. Returns whether nothing is left. Raises OSError."""
+        while self._queue:
+            data, fds = self._queue[0]
+            if not self._sendmsg(data, fds):
+                return False
+            self._queue.popleft()
+            _close_all(fds)
+        return True
+
+    def _sendmsg(self, data: bytes, fds: list[int]) -> bool:
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        try:
+            self.sock.sendmsg([data], ancillary)
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError as e:
+            if e.errno == errno.ENOBUFS:
+                return False
+            raise
+        return True
+
+    def dismiss(self, last_word: pb.DescriptorResponse) -> None:
+        """Drop what is queued, say why, and send nothing more. The peer sees an end of file."""
+        self.dismissed = True
+        self._drop_queue()
+        self.transmit(last_word)
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        """Close the socket."""
+        self.closed = True
+        self._drop_queue()
+        self.sock.close()
+
+    def _drop_queue(self) -> None:
+        while self._queue:
+            _close_all(self._queue.popleft()[1])
+
+
+def _close_all(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)

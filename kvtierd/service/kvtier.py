@@ -1,0 +1,191 @@
+"""``KvTierService``: unary and streaming RPCs over :class:`~kvtierd.service.calls.Calls`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Final
+
+import grpc
+
+from kvtierd.errors import Reason, RequestError
+from kvtierd.model import KEY_BYTES, split_keys
+from kvtierd.runtime import Attached, Runtime
+from kvtierd.service import status
+from kvtierd.service.attach import AttachStream
+from kvtierd.service.bytes_path import BytesSaver
+from kvtierd.service.calls import Calls
+from kvtierd.service.metrics import Metrics
+from kvtierd.v1 import kvtier_pb2 as pb
+from kvtierd.v1 import kvtier_pb2_grpc
+
+PART_BYTES: Final = 2 << 20
+"""Most payload of one LoadBytes message."""
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class KvTierServicer(kvtier_pb2_grpc.KvTierServiceServicer):
+    """The data API."""
+
+    def __init__(self, runtime: Runtime, calls: Calls, metrics: Metrics) -> None:
+        self._rt = runtime
+        self._calls = calls
+        self._metrics = metrics
+        self.streams: set[asyncio.Task[Any]] = set()
+        """Tasks of open Attach streams, which shutdown cancels."""
+
+    async def _serve(self, context: Context, method: str, work: Callable[[], Awaitable[Any]]) -> Any:
+        """Run a call: time it, count it, and turn what goes wrong into a status with a reason."""
+        began_s = time.perf_counter()
+        try:
+            answer = await work()
+        except asyncio.CancelledError:
+            self._metrics.rpc(method, "CANCELLED", time.perf_counter() - began_s)
+            raise
+        except Exception as e:
+            told = status.as_request_error(e)
+            self._metrics.rejected(told.reason)
+            self._metrics.rpc(method, status.code_number(told.reason), time.perf_counter() - began_s)
+            await status.abort(context, told)
+        else:
+            self._metrics.rpc(method, "OK", time.perf_counter() - began_s)
+            return answer
+
+    async def _unary(self, context: Context, method: str, request: Any, call: Callable[[Attached, Any], Any]) -> Any:
+        async def work() -> Any:
+            answer = call(self._calls.session(request.session), request)
+            return await answer if asyncio.iscoroutine(answer) else answer
+
+        return await self._serve(context, method, work)
+
+    async def Attach(self, request_iterator: Any, context: Context) -> None:
+        """See the proto."""
+        task = asyncio.current_task()
+        assert task is not None
+        self.streams.add(task)
+        try:
+            await self._serve(context, "Attach", AttachStream(self._rt, self._calls, self._metrics, context).run)
+        finally:
+            self.streams.discard(task)
+
+    async def Lookup(self, request: pb.LookupRequest, context: Context) -> Any:
+        """See the proto."""
+        return await self._unary(context, "Lookup", request, self._calls.lookup)
+
+    async def Save(self, request: pb.SaveRequest, context: Context) -> Any:
+        """See the proto."""
+        return await self._unary(context, "Save", request, self._calls.save)
+
+    async def Commit(self, request: pb.CommitRequest, context: Context) -> Any:
+        """See the proto."""
+        return await self._unary(context, "Commit", request, self._calls.commit)
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> Any:
+        """See the proto."""
+        return await self._unary(context, "Abort", request, self._calls.abort)
+
+    async def Release(self, request: pb.ReleaseRequest, context: Context) -> Any:
+        """See the proto."""
+        return await self._unary(context, "Release", request, self._calls.release)
+
+    async def Cancel(self, request: pb.CancelRequest, context: Context) -> Any:
+        """See the proto."""
+        return await self._unary(context, "Cancel", request, self._calls.cancel)
+
+    async def Evict(self, request: pb.EvictRequest, context: Context) -> Any:
+        """See the proto."""
+        return await self._unary(context, "Evict", request, self._calls.evict)
+
+    async def Pin(self, request: pb.PinRequest, context: Context) -> Any:
+        """See the proto."""
+        return await self._unary(context, "Pin", request, self._calls.pin)
+
+    async def Unpin(self, request: pb.UnpinRequest, context: Context) -> Any:
+        """See the proto."""
+        return await self._unary(context, "Unpin", request, self._calls.unpin)
+
+    # ---- streams
+
+    async def Load(self, request: pb.LoadRequest, context: Context) -> None:
+        """See the proto."""
+
+        async def work() -> None:
+            attached = self._calls.session(request.session)
+            ticket = await self._calls.begin_load(
+                attached, request.tenant, request.keys, request.deadline_ms, each=request.each
+            )
+            async for step in self._calls.load_steps(ticket):
+                await context.write(step)
+
+        await self._serve(context, "Load", work)
+
+    async def Prefetch(self, request: pb.PrefetchRequest, context: Context) -> None:
+        """See the proto."""
+
+        async def work() -> None:
+            ticket = await self._calls.begin_prefetch(self._calls.session(request.session), request)
+            async for step in self._calls.prefetch_steps(ticket, wait=request.wait):
+                await context.write(step)
+
+        await self._serve(context, "Prefetch", work)
+
+    async def SaveBytes(self, request_iterator: AsyncIterator[pb.SaveBytesRequest], context: Context) -> Any:
+        """See the proto."""
+
+        async def work() -> pb.SaveBytesResponse:
+            saver: BytesSaver | None = None
+            try:
+                async for part in request_iterator:
+                    if saver is None:
+                        attached = self._calls.session(part.session)
+                        realm = await self._rt.realm(part.tenant or attached.tenant, attached.namespace)
+                        saver = BytesSaver(self._rt, attached, realm)
+                    if len(part.key) != KEY_BYTES:
+                        raise RequestError(Reason.BAD_KEY, f"a key takes {KEY_BYTES} bytes; got {len(part.key)}")
+                    await saver.add(part.key, part.shard, part.data)
+                outcomes = saver.finish() if saver else []
+            except BaseException:
+                if saver is not None:
+                    saver.give_up()
+                raise
+            if saver is not None:
+                self._calls.count_saved(saver.published, "grpc")
+            return pb.SaveBytesResponse(boot_epoch=self._rt.boot_epoch, outcomes=outcomes)  # type: ignore[arg-type]
+
+        return await self._serve(context, "SaveBytes", work)
+
+    async def LoadBytes(self, request: pb.LoadBytesRequest, context: Context) -> None:
+        """See the proto."""
+
+        async def work() -> None:
+            attached = self._calls.session(request.session)
+            split_keys(request.keys)
+            ticket = await self._calls.begin_load(
+                attached, request.tenant, request.keys, request.deadline_ms, each=request.each
+            )
+            shards = ticket.realm.namespace.shard_bytes
+            reason = 0
+            try:
+                async for step in self._calls.load_steps(ticket):
+                    for position, index in enumerate(step.indexes):
+                        for shard, size in enumerate(shards):
+                            view = self._rt.cpu.view(step.slots[position * len(shards) + shard])[:size]
+                            for start in range(0, size, PART_BYTES):
+                                await context.write(
+                                    pb.LoadBytesResponse(
+                                        boot_epoch=self._rt.boot_epoch,
+                                        index=index,
+                                        shard=shard,
+                                        data=bytes(view[start : start + PART_BYTES]),
+                                    )
+                                )
+                            view.release()
+                        self._rt.release_if_open(attached, ticket.ticket_id, [index])
+                    reason = step.reason
+            finally:
+                self._rt.release_if_open(attached, ticket.ticket_id, [])
+            await context.write(pb.LoadBytesResponse(boot_epoch=self._rt.boot_epoch, done=True, reason=reason))  # type: ignore[arg-type]
+
+        await self._serve(context, "LoadBytes", work)

@@ -1,0 +1,426 @@
+"""What the daemon tells Prometheus.
+
+Counters and histograms are fed by the methods of :class:`Metrics`, which the runtime calls on its event loop: a method looks
+up a prepared cell and adds to it, so it costs well under two microseconds and never waits. Gauges are worked out from a
+:class:`~kvtierd.core.stats.StatsSnapshot` that :meth:`Metrics.refresh` takes, on the event loop too, before each scrape;
+the text is then written in a worker thread.
+
+Every series exists from the start, at zero. Every label has a closed set of values: a value that is not in it counts as
+``other``, and so do tenants past ``MAX_TENANT_LABELS``. Names end in their unit; counters end in ``_total``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final, Protocol
+
+import grpc
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from kvtierd import PROTOCOL_VERSION, __version__
+from kvtierd.core.stats import StatsSnapshot, TenantStats
+from kvtierd.errors import Reason
+from kvtierd.model import DEFAULT_TENANT, Tier
+from kvtierd.service.metric_cells import CounterCell, CounterVec, HistogramCell, HistogramVec
+from kvtierd.service.metric_gauges import Flags, gauge_families
+from kvtierd.v1 import admin_pb2, kvtier_pb2
+
+__all__ = ["MAX_TENANT_LABELS", "CoreCounts", "Metrics", "StatsSource", "make_registry", "watch_loop_lag"]
+
+MAX_TENANT_LABELS: Final = 100
+"""Tenants with their own label; the configured ones come first, the rest counts as ``other``."""
+OTHER: Final = "other"
+TIERS: Final = tuple(tier.name.lower() for tier in Tier)
+TRANSFER_PATHS: Final = ("shm", "grpc", "cudaipc", OTHER)
+EVICTION_REASONS: Final = ("pressure", "ttl", "quota", "request", "corrupt", "io", "capacity", OTHER)
+QUEUE_CLASSES: Final = ("load", "prefetch", "demote", OTHER)
+PREFETCH_OUTCOMES: Final = ("ready", "partial", "miss", "expired", "cancelled", "rejected", OTHER)
+IO_OPS: Final = ("read", "write", OTHER)
+IO_PATHS: Final = ("memfd", "o_direct", "buffered", "kvikio", "gds", "cudaipc", OTHER)
+RPC_CODES: Final = tuple(code.name for code in grpc.StatusCode)
+RPC_METHODS: Final = (
+    *sorted(
+        method.name
+        for pb2, service in ((kvtier_pb2, "KvTierService"), (admin_pb2, "KvTierAdminService"))
+        for method in pb2.DESCRIPTOR.services_by_name[service].methods
+    ),
+    OTHER,
+)
+_ALWAYS_SHOWN_CODES: Final = ("OK", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "UNAVAILABLE", "INTERNAL")
+_CODE_NAMES: Final = {code.value[0]: code.name for code in grpc.StatusCode}
+# Reasons as the core and the stores spell them.
+_EVICTION_ALIASES: Final = {"io_error": "io", "no_space": "capacity", "evict": "request"}
+
+_FAST_S: Final = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_MOVE_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+class StatsSource(Protocol):
+    """Where gauges come from; the runtime is one."""
+
+    def snapshot(self) -> StatsSnapshot:
+        """All figures at this moment. Changes nothing; called on the event loop."""
+
+
+class CoreCounts(Protocol):
+    """Totals that the core keeps by itself, so that nobody has to report each event again."""
+
+    @property
+    def evictions(self) -> Mapping[tuple[Tier, str], int]:
+        """Copies forgotten, by tier and reason."""
+
+    @property
+    def moves(self) -> Mapping[tuple[Tier, Tier, str], int]:
+        """Moves ended, by source, target and result ("ok" or what went wrong)."""
+
+    @property
+    def move_bytes(self) -> Mapping[tuple[Tier, Tier], int]:
+        """Payload moved, by source and target."""
+
+
+def make_registry() -> CollectorRegistry:
+    """A registry of its own with the usual figures of the process, Python and its garbage collector."""
+    registry = CollectorRegistry(auto_describe=False)
+    ProcessCollector(registry=registry)
+    PlatformCollector(registry=registry)
+    GCCollector(registry=registry)
+    return registry
+
+
+class _TenantCells:
+    """All cells of one tenant, so that one dictionary lookup finds them."""
+
+    __slots__ = ("absent_keys", "held_keys", "hits", "loaded", "lookups", "misses", "saved")
+
+    def __init__(self, metrics: Metrics, label: str) -> None:
+        self.lookups = metrics.lookups_vec.cell(label)
+        self.held_keys = metrics.lookup_keys_vec.cell(label, "held")
+        self.absent_keys = metrics.lookup_keys_vec.cell(label, "absent")
+        self.hits = tuple(metrics.hits_vec.cell(label, tier) for tier in TIERS)
+        self.misses = metrics.misses_vec.cell(label)
+        self.saved = {
+            path: (metrics.saved_blocks_vec.cell(label, path), metrics.saved_bytes_vec.cell(label, path)) for path in TRANSFER_PATHS
+        }
+        self.loaded = {
+            path: (metrics.loaded_blocks_vec.cell(label, path), metrics.loaded_bytes_vec.cell(label, path))
+            for path in TRANSFER_PATHS
+        }
+
+
+class _EdgeCells:
+    """All cells of moves from one tier to another."""
+
+    __slots__ = ("blocks", "failures", "moved_bytes", "seconds")
+
+    def __init__(self, metrics: Metrics, src: Tier, dst: Tier) -> None:
+        labels = ("promote" if dst < src else "demote", TIERS[src], TIERS[dst])
+        self.blocks = metrics.moved_blocks_vec.cell(*labels)
+        self.moved_bytes = metrics.moved_bytes_vec.cell(*labels)
+        self.failures = metrics.move_failures_vec.cell(*labels)
+        self.seconds = metrics.move_seconds_vec.cell(*labels)
+
+
+class Metrics(Collector):
+    """The daemon's metrics. Feeding methods belong on the event loop; :meth:`collect` may run in any thread.
+
+    Args:
+        registry: where to register; ``None`` makes one with :func:`make_registry`.
+        tenants: names that surely get a label of their own, such as the configured tenants.
+    """
+
+    def __init__(self, registry: CollectorRegistry | None = None, tenants: Iterable[str] = ()) -> None:
+        self.registry = make_registry() if registry is None else registry
+        self.flags = Flags(version=__version__, protocol=str(PROTOCOL_VERSION), python=platform.python_version())
+        self._source: StatsSource | None = None
+        self._counts: CoreCounts | None = None
+        self._ready: Callable[[], tuple[bool, str]] | None = None
+        self._snapshot: StatsSnapshot | None = None
+        self._counters: list[CounterVec] = []
+        self._histograms: list[HistogramVec] = []
+        self._make_tenant_vecs()
+        self._make_tier_vecs()
+        self._make_service_vecs()
+        self._tenants: dict[str, _TenantCells] = {}
+        self._other_tenant = _TenantCells(self, OTHER)
+        for name in (DEFAULT_TENANT, *tenants):
+            self._tenant(name)
+        self.registry.register(self)
+
+    # ---- making series
+
+    def _counter(self, name: str, text: str, *labels: str) -> CounterVec:
+        vec = CounterVec(f"kvtierd_{name}_total", text, labels)
+        self._counters.append(vec)
+        return vec
+
+    def _histogram(self, name: str, text: str, bounds: tuple[float, ...], *labels: str) -> HistogramVec:
+        vec = HistogramVec(f"kvtierd_{name}_seconds", text, bounds, labels)
+        self._histograms.append(vec)
+        return vec
+
+    def _make_tenant_vecs(self) -> None:
+        counter = self._counter
+        self.lookups_vec = counter("lookups", "Lookup calls.", "tenant")
+        self.lookup_keys_vec = counter("lookup_keys", "Keys that lookups asked for, by whether they were held.", "tenant", "result")
+        self.hits_vec = counter("hits", "Blocks that loads found, by the fastest tier that held them.", "tenant", "tier")
+        self.misses_vec = counter("misses", "Blocks that loads did not find or did not get in time.", "tenant")
+        self.saved_blocks_vec = counter("saved_blocks", "Blocks committed by clients.", "tenant", "path")
+        self.saved_bytes_vec = counter("saved_bytes", "Bytes of blocks committed by clients.", "tenant", "path")
+        self.loaded_blocks_vec = counter("loaded_blocks", "Blocks handed to clients.", "tenant", "path")
+        self.loaded_bytes_vec = counter("loaded_bytes", "Bytes of blocks handed to clients.", "tenant", "path")
+
+    def _make_tier_vecs(self) -> None:
+        counter, edge = self._counter, ("direction", "src", "dst")
+        evictions = counter("evictions", "Copies forgotten, by tier and reason.", "tier", "reason")
+        self.moved_blocks_vec = counter("moved_blocks", "Blocks promoted and demoted between tiers.", *edge)
+        self.moved_bytes_vec = counter("moved_bytes", "Bytes promoted and demoted between tiers.", *edge)
+        self.move_failures_vec = counter("move_failures", "Blocks whose promotion or demotion failed.", *edge)
+        self.move_seconds_vec = self._histogram("move", "Time to move a batch of blocks between two tiers.", _MOVE_S, *edge)
+        io_errors = counter("io_errors", "I/O operations that a device refused.", "tier", "op")
+        self._checksum_failures = counter("checksum_failures", "Copies that failed verification when they were read.").cell()
+        self._nvme_written = counter("nvme_written_bytes", "Bytes of slots written to NVMe, headers included; journals come on top.").cell()
+        self._nvme_read = counter("nvme_read_bytes", "Bytes read from NVMe, headers included.").cell()
+        checkpoints = counter("checkpoints", "Snapshots of the NVMe index, by result.", "result")
+        self._checkpoints = {True: checkpoints.cell("ok"), False: checkpoints.cell("error")}
+        self._evictions = {(tier, why): evictions.cell(TIERS[tier], why) for tier in Tier for why in EVICTION_REASONS}
+        self._io_errors = {(tier, op): io_errors.cell(TIERS[tier], op) for tier in Tier for op in IO_OPS}
+        self._edges = {(src, dst): _EdgeCells(self, src, dst) for src in Tier for dst in Tier if src != dst}
+
+    def _make_service_vecs(self) -> None:
+        counter, histogram = self._counter, self._histogram
+        rejections = counter("rejections", "Keys and calls refused, by reason.", "reason")
+        prefetches = counter("prefetches", "Prefetches that ended, by outcome.", "outcome")
+        self._rpcs = counter("rpcs", "Calls answered, by method and gRPC status code.", "method", "code")
+        self._sessions_opened = counter("sessions_opened", "Sessions attached since the start.").cell()
+        rpc_seconds = histogram("rpc", "Time to answer a call.", _FAST_S, "method")
+        waits = histogram("queue_wait", "Time that a move waits for its device, by class.", _MOVE_S, "class")
+        save_seconds = histogram("save", "Time from granting slots to their commit, by path.", _FAST_S, "path")
+        load_seconds = histogram("load", "Time from a load to its last readable block, by path.", _FAST_S, "path")
+        self._loop_lag = histogram("event_loop_lag", "How late the event loop runs a timer.", _FAST_S).cell()
+        self._rejections: dict[str, CounterCell] = {r.name: rejections.cell(r.name.lower()) for r in Reason if r}
+        self._rejections[OTHER] = rejections.cell(OTHER)
+        self._prefetches = {outcome: prefetches.cell(outcome) for outcome in PREFETCH_OUTCOMES}
+        self._rpc_seconds = {method: rpc_seconds.cell(method) for method in RPC_METHODS}
+        self._rpc_codes: dict[tuple[str, str], CounterCell] = {
+            (method, code): self._rpcs.cell(method, code) for method in RPC_METHODS for code in _ALWAYS_SHOWN_CODES
+        }
+        self._waits = {cls: waits.cell(cls) for cls in QUEUE_CLASSES}
+        self._save_seconds: dict[str, HistogramCell] = {path: save_seconds.cell(path) for path in TRANSFER_PATHS}
+        self._load_seconds: dict[str, HistogramCell] = {path: load_seconds.cell(path) for path in TRANSFER_PATHS}
+
+    def _tenant(self, name: str) -> _TenantCells:
+        found = self._tenants.get(name)
+        if found is None:
+            if name == OTHER or len(self._tenants) >= MAX_TENANT_LABELS:
+                return self._other_tenant
+            found = self._tenants[name] = _TenantCells(self, name)
+        return found
+
+    # ---- events, all on the event loop
+
+    def lookup(self, tenant: str, held: int, asked: int) -> None:
+        """Count one Lookup that asked for ``asked`` keys of which ``held`` are here."""
+        cells = self._tenants.get(tenant) or self._tenant(tenant)
+        cells.lookups.value += 1
+        cells.held_keys.value += held
+        cells.absent_keys.value += asked - held
+
+    def hit(self, tenant: str, tier: Tier, n: int = 1) -> None:
+        """Count ``n`` blocks that a load found, ``tier`` being the fastest that held them."""
+        (self._tenants.get(tenant) or self._tenant(tenant)).hits[tier].value += n
+
+    def miss(self, tenant: str, n: int = 1) -> None:
+        """Count ``n`` blocks that a load did not find or did not get in time."""
+        (self._tenants.get(tenant) or self._tenant(tenant)).misses.value += n
+
+    def saved(self, tenant: str, blocks: int, size_bytes: int, path: str = "shm", seconds: float | None = None) -> None:
+        """Count committed blocks; ``seconds`` from the grant to the commit where it is known."""
+        if path not in self._save_seconds:
+            path = OTHER
+        count, total = (self._tenants.get(tenant) or self._tenant(tenant)).saved[path]
+        count.value += blocks
+        total.value += size_bytes
+        if seconds is not None:
+            self._save_seconds[path].observe(seconds)
+
+    def loaded(self, tenant: str, blocks: int, size_bytes: int, path: str = "shm", seconds: float | None = None) -> None:
+        """Count blocks handed out; ``seconds`` from the call to its last readable block where it is known."""
+        if path not in self._load_seconds:
+            path = OTHER
+        count, total = (self._tenants.get(tenant) or self._tenant(tenant)).loaded[path]
+        count.value += blocks
+        total.value += size_bytes
+        if seconds is not None:
+            self._load_seconds[path].observe(seconds)
+
+    def evicted(self, tier: Tier, reason: str, n: int = 1) -> None:
+        """Count ``n`` copies forgotten for one of ``EVICTION_REASONS``."""
+        cell = self._evictions.get((tier, reason))
+        if cell is None:
+            cell = self._evictions.get((tier, _EVICTION_ALIASES.get(reason, OTHER))) or self._evictions[tier, OTHER]
+        cell.value += n
+
+    def moved(self, src: Tier, dst: Tier, blocks: int, size_bytes: int, seconds: float, ok: bool = True) -> None:
+        """Count a batch of blocks moved between tiers, or that failed to; ``seconds`` from start to result of the batch."""
+        edge = self._edges[src, dst]
+        if ok:
+            edge.blocks.value += blocks
+            edge.moved_bytes.value += size_bytes
+        else:
+            edge.failures.value += blocks
+        edge.seconds.observe(seconds)
+
+    def move_seconds(self, src: Tier, dst: Tier, seconds: float) -> None:
+        """Time one batch only, where :class:`CoreCounts` already counts its blocks and bytes."""
+        self._edges[src, dst].seconds.observe(seconds)
+
+    def queue_wait(self, cls: str, seconds: float) -> None:
+        """Time that a move of class load, prefetch or demote waited for its device."""
+        (self._waits.get(cls) or self._waits[OTHER]).observe(seconds)
+
+    def rejected(self, reason: Reason | str, n: int = 1) -> None:
+        """Count ``n`` keys or calls refused; a string is a :class:`Reason`'s or a SaveOutcome's name, such as ``BUSY``."""
+        name = reason.name if isinstance(reason, Reason) else reason.upper()
+        (self._rejections.get(name) or self._rejections[OTHER]).value += n
+
+    def rpc(self, method: str, code: int | str, seconds: float) -> None:
+        """Count one answered call; ``method`` without its service, ``code`` as gRPC's number or name."""
+        if method not in self._rpc_seconds:
+            method = OTHER
+        name = code if isinstance(code, str) else _CODE_NAMES.get(code, "UNKNOWN")
+        cell = self._rpc_codes.get((method, name))
+        if cell is None:
+            if name not in RPC_CODES:
+                name = "UNKNOWN"
+            cell = self._rpc_codes[method, name] = self._rpcs.cell(method, name)
+        cell.value += 1
+        self._rpc_seconds[method].observe(seconds)
+
+    def prefetch(self, outcome: str, n: int = 1) -> None:
+        """Count ``n`` prefetches that ended with one of ``PREFETCH_OUTCOMES``."""
+        (self._prefetches.get(outcome) or self._prefetches[OTHER]).value += n
+
+    def checksum_failure(self, n: int = 1) -> None:
+        """Count ``n`` copies that failed verification."""
+        self._checksum_failures.value += n
+
+    def io_error(self, tier: Tier, op: str, n: int = 1) -> None:
+        """Count ``n`` operations ("read" or "write") that a device refused."""
+        (self._io_errors.get((tier, op)) or self._io_errors[tier, OTHER]).value += n
+
+    def nvme_totals(self, written_bytes: int, read_bytes: int) -> None:
+        """Set the bytes that the device has written and read since the start; the store itself counts them."""
+        self._nvme_written.value = written_bytes
+        self._nvme_read.value = read_bytes
+
+    def checkpoint(self, ok: bool = True) -> None:
+        """Count one snapshot of the NVMe index."""
+        self._checkpoints[ok].value += 1
+
+    def session_opened(self) -> None:
+        """Count one attached session."""
+        self._sessions_opened.value += 1
+
+    def loop_lag(self, seconds: float) -> None:
+        """Time by which the event loop ran a timer late (see :func:`watch_loop_lag`)."""
+        self._loop_lag.observe(seconds)
+
+    # ---- states
+
+    def io_path(self, tier: Tier, path: str) -> None:
+        """Say what moves the bytes of a tier now: one of ``IO_PATHS``; "" for nothing."""
+        self.flags.io_path[TIERS[tier]] = path if path in IO_PATHS or not path else OTHER
+
+    def prefaulted(self, size_bytes: int) -> None:
+        """Say how many bytes of CPU memory are faulted in."""
+        self.flags.prefaulted_bytes = size_bytes
+
+    def draining(self, on: bool) -> None:
+        """Say whether the daemon drains."""
+        self.flags.draining = on
+
+    # ---- reading
+
+    def bind(
+        self,
+        source: StatsSource,
+        ready: Callable[[], tuple[bool, str]] | None = None,
+        counts: CoreCounts | None = None,
+    ) -> None:
+        """Name where gauges, readiness and the core's own totals come from.
+
+        With ``counts`` the core counts for itself: evictions, moved blocks, bytes and failures are read from there at each
+        refresh, hits and misses from the snapshot's tenants. Then call none of :meth:`evicted`, :meth:`moved`, :meth:`hit` and
+        :meth:`miss`, but :meth:`move_seconds` for the time of a batch.
+        """
+        self._source, self._ready, self._counts = source, ready, counts
+
+    def refresh(self) -> None:
+        """Take a snapshot for the next scrapes. Call it on the event loop."""
+        if self._source is not None:
+            self._snapshot = self._source.snapshot()
+            # Snapshots name tenants in any order; giving out labels here keeps gauges and counters alike.
+            for tenant in self._snapshot.tenants:
+                self._tenant(tenant.tenant)
+        if self._ready is not None:
+            self.flags.ready = self._ready()[0]
+        if self._counts is not None:
+            self._take_counts(self._counts)
+            self._take_hits(self._snapshot.tenants if self._snapshot is not None else [])
+
+    def _take_hits(self, tenants: Iterable[TenantStats]) -> None:
+        sums: dict[_TenantCells, list[int]] = {}
+        for stats in tenants:
+            # A list a label: tenants without a label of their own add up in the one called other.
+            row = sums.setdefault(self._tenant(stats.tenant), [0] * (len(TIERS) + 1))
+            for tier, n in enumerate(stats.hits):
+                row[tier] += n
+            row[-1] += stats.misses
+        for cells, row in sums.items():
+            for cell, n in zip((*cells.hits, cells.misses), row, strict=True):
+                cell.value = n
+
+    def _take_counts(self, counts: CoreCounts) -> None:
+        evictions: dict[tuple[Tier, str], int] = dict.fromkeys(self._evictions, 0)
+        for (tier, why), n in counts.evictions.items():
+            why = _EVICTION_ALIASES.get(why, why)
+            evictions[tier, why if (tier, why) in evictions else OTHER] += n
+        for key, n in evictions.items():
+            self._evictions[key].value = n
+        blocks = dict.fromkeys(self._edges, 0)
+        failures = dict.fromkeys(self._edges, 0)
+        for (src, dst, result), n in counts.moves.items():
+            (blocks if result == "ok" else failures)[src, dst] += n
+        for pair, edge in self._edges.items():
+            edge.blocks.value, edge.failures.value = blocks[pair], failures[pair]
+            edge.moved_bytes.value = counts.move_bytes.get(pair, 0)
+
+    def totals(self) -> dict[str, float]:
+        """Each counter's total over all its labels, by name: what GetStatus calls counters. Read on the event loop."""
+        if self._counts is not None:
+            self.refresh()
+        return {vec.name: vec.sum() for vec in self._counters}
+
+    def describe(self) -> list[Metric]:
+        """Families without samples, so that a registry finds names that clash."""
+        vecs: list[CounterVec | HistogramVec] = [*self._counters, *self._histograms]
+        return [*(vec.family(empty=True) for vec in vecs), *gauge_families(None, self.flags, {})]
+
+    def collect(self) -> list[Metric]:
+        """All families with the counters of now and the gauges of the last :meth:`refresh`."""
+        labels = {name: name for name in list(self._tenants)}
+        vecs: list[CounterVec | HistogramVec] = [*self._counters, *self._histograms]
+        return [*(vec.family() for vec in vecs), *gauge_families(self._snapshot, self.flags, labels)]
+
+
+async def watch_loop_lag(metrics: Metrics, interval_s: float = 0.25) -> None:
+    """Measure for ever how late the event loop runs a timer. Run it as a supervised task; it ends only by cancellation."""
+    loop = asyncio.get_running_loop()
+    while True:
+        due_s = loop.time() + interval_s
+        await asyncio.sleep(interval_s)
+        metrics.loop_lag(max(0.0, loop.time() - due_s))

@@ -1,0 +1,285 @@
+"""The daemon: puts runtime, sockets and metrics together, supervises its tasks, and shuts down in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import gc
+import logging
+import os
+import signal
+import socket
+import stat
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+import uvloop
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from kvtierd import __version__
+from kvtierd.config import Config, ServerConfig
+from kvtierd.core.stats import StatsSnapshot
+from kvtierd.errors import KvtierdError, StartupError
+from kvtierd.model import Tier
+from kvtierd.runtime import Runtime
+from kvtierd.service.admin import AdminServicer
+from kvtierd.service.authority import RuntimeAuthority
+from kvtierd.service.calls import Calls
+from kvtierd.service.fdpass import DescriptorServer
+from kvtierd.service.http import MetricsServer
+from kvtierd.service.kvtier import KvTierServicer
+from kvtierd.service.logs import set_up_logging
+from kvtierd.service.metrics import Metrics, watch_loop_lag
+from kvtierd.tiers.cpu import check_limits
+from kvtierd.transfer.executor import MoveReport
+from kvtierd.v1 import admin_pb2, admin_pb2_grpc, kvtier_pb2, kvtier_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES: Final = 8 << 20
+"""Largest gRPC message; 65,536 keys take 2 MiB."""
+STOP_GRACE_S: Final = 1.0
+MAX_UNIX_PATH: Final = 107
+"""Bytes of a unix socket's path that Linux takes."""
+
+
+class Daemon:
+    """One running daemon."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.metrics = Metrics(tenants=config.tenants)
+        self.runtime: Runtime
+        self.stopping = asyncio.Event()
+        self.failure: BaseException | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._up = False
+
+    def ready(self) -> tuple[bool, str]:
+        """Whether the daemon serves, and why not."""
+        if self.failure is not None:
+            return False, f"a task ended: {self.failure}"
+        if not self._up:
+            return False, "starting"
+        return (False, "draining") if self.stopping.is_set() else (True, "ready")
+
+    def snapshot(self) -> StatsSnapshot:
+        """All figures at this moment; also brings the metrics' states up to date."""
+        runtime = self.runtime
+        self.metrics.draining(runtime.core.state.draining)
+        self.metrics.prefaulted(runtime.cpu.prefaulted_bytes)
+        if runtime.nvme is not None:
+            io = runtime.nvme.counters
+            self.metrics.nvme_totals(io.written_bytes, io.read_bytes)
+        return runtime.core.snapshot()
+
+    async def serve(self) -> int:
+        """Run until a signal or a failure. Returns the exit status. Raises StartupError when it cannot start."""
+        config = self.config
+        check_limits(config.cpu.capacity)
+        async with contextlib.AsyncExitStack() as stack:
+            stack.enter_context(_claim_socket(config.server.socket))
+            self.runtime = Runtime(config)
+            # Health is answered from the start, so that a long recovery is not taken for a hang.
+            await self._start_http(stack)
+            gc.disable()  # recovery makes millions of objects that all stay
+            await self.runtime.start()
+            stack.push_async_callback(self.runtime.stop)
+            self.metrics.bind(self, self.ready, self.runtime.core.state.counts)
+            self.runtime.on_moves = self._count_moves
+            self.runtime.on_checkpoint = self.metrics.checkpoint
+            authority = RuntimeAuthority(self.runtime)
+            descriptors = DescriptorServer(config.server.fd_socket, config.server.socket_mode, authority)
+            await descriptors.start()
+            stack.push_async_callback(descriptors.close)
+            self.runtime.revoker = descriptors
+            servicer = await self._start_grpc(stack)
+            self.metrics.io_path(Tier.CPU, "memfd")
+            self.metrics.io_path(Tier.NVME, self.runtime.nvme.path if self.runtime.nvme else "")
+            _calm_gc()
+            self._supervise("journal", self.runtime.flush_forever())
+            self._supervise("loop lag", watch_loop_lag(self.metrics))
+            for number in (signal.SIGTERM, signal.SIGINT):
+                asyncio.get_running_loop().add_signal_handler(number, self.stopping.set)
+            self._up = True
+            log.info("kvtierd %s serves on %s", __version__, config.server.socket)
+            await self.stopping.wait()
+            await self._drain()
+            for task in [*self._tasks, *servicer.streams]:
+                task.cancel()
+        return 1 if self.failure is not None else 0
+
+    async def _start_http(self, stack: contextlib.AsyncExitStack) -> None:
+        if not self.config.server.metrics:
+            return
+        server = MetricsServer(self.config.server.metrics, self.metrics, self.ready)
+        await server.start()
+        stack.push_async_callback(server.close)
+
+    async def _start_grpc(self, stack: contextlib.AsyncExitStack) -> KvTierServicer:
+        limits = self.config.server
+        server = grpc.aio.server(
+            maximum_concurrent_rpcs=limits.max_concurrent_calls + limits.max_sessions,
+            options=[
+                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.so_reuseport", 0),
+            ],
+        )
+        servicer = KvTierServicer(self.runtime, Calls(self.runtime, self.metrics), self.metrics)
+        kvtier_pb2_grpc.add_KvTierServiceServicer_to_server(servicer, server)
+        admin_pb2_grpc.add_KvTierAdminServiceServicer_to_server(AdminServicer(self.runtime, self.metrics, self.config), server)
+        names = [pb2.DESCRIPTOR.services_by_name[n].full_name for pb2, n in _SERVICES]
+        checker = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(checker, server)
+        reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+        _add_ports(server, limits)
+        await server.start()
+        limits.socket.chmod(limits.socket_mode)
+        for name in ["", *names]:
+            await checker.set(name, health_pb2.HealthCheckResponse.SERVING)
+
+        async def stop() -> None:
+            await checker.enter_graceful_shutdown()
+            await server.stop(STOP_GRACE_S)
+
+        stack.push_async_callback(stop)
+        return servicer
+
+    # ---- supervision
+
+    def _supervise(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_ended)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled() or (task.exception() is None and self.runtime.nvme is None):
+            return
+        self.failure = task.exception() or RuntimeError(f"the task {task.get_name()!r} returned")
+        log.critical("the task %r ended; the daemon stops", task.get_name(), exc_info=task.exception())
+        self.stopping.set()
+
+    async def _drain(self) -> None:
+        """Tell clients, take nothing new, and write down what exists only in memory."""
+        timeout_s = self.config.server.drain_timeout
+        log.info("draining for at most %.0f s", timeout_s)
+        for attached in self.runtime.sessions:
+            if attached.on_event is not None:
+                attached.on_event("the daemon is shutting down")
+        left = await self.runtime.drain(timeout_s, resume=False)
+        if left:
+            log.warning("%d bytes were not written to NVMe in time and are lost", left)
+
+    def _count_moves(self, report: MoveReport) -> None:
+        metrics = self.metrics
+        metrics.queue_wait(report.priority.name.lower(), report.waited_s)
+        metrics.move_seconds(report.src_tier, report.dst_tier, report.took_s)
+        device = max(report.src_tier, report.dst_tier)
+        for _, result in report.results:
+            if result.value == "corrupt":
+                metrics.checksum_failure()
+            elif result.value != "ok":
+                metrics.io_error(device, "write" if report.dst_tier > report.src_tier else "read")
+
+
+_SERVICES: Final = ((kvtier_pb2, "KvTierService"), (admin_pb2, "KvTierAdminService"))
+
+
+def _calm_gc() -> None:
+    """Keep the collector off the index: millions of live objects without cycles would only cost pauses."""
+    gc.freeze()
+    gc.set_threshold(50_000, 50, 1_000_000)
+    gc.enable()
+
+
+@contextlib.contextmanager
+def _claim_socket(path: Path) -> Any:
+    """Own a socket's path: one daemon at a time, and a socket file left by a dead one is removed."""
+    if len(os.fsencode(path)) > MAX_UNIX_PATH:
+        raise StartupError(f"the socket path {path} is longer than {MAX_UNIX_PATH} bytes; set server.socket to a shorter one")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as e:
+        raise StartupError(f"cannot make the socket folder {path.parent}: {e.strerror}; set server.socket") from e
+    try:
+        if path.parent.stat().st_uid not in (os.getuid(), 0):
+            raise StartupError(f"{path.parent} belongs to another user; set server.socket to a folder of your own")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            raise StartupError(f"another kvtierd serves on {path}; stop it, or set server.socket to another path") from e
+        _remove_stale(path)
+        yield
+        path.unlink(missing_ok=True)
+    finally:
+        os.close(lock)
+
+
+def _remove_stale(path: Path) -> None:
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise StartupError(f"{path} exists and is no socket; remove it, or set server.socket to another path")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except (ConnectionRefusedError, FileNotFoundError):
+            path.unlink(missing_ok=True)
+            return
+        except OSError as e:
+            raise StartupError(f"{path} cannot be checked: {e}") from e
+    raise StartupError(f"another program listens on {path}; stop it, or set server.socket to another path")
+
+
+def _add_ports(server: grpc.aio.Server, config: ServerConfig) -> None:
+    old = os.umask(0o177)
+    try:
+        server.add_insecure_port(f"unix:{config.socket}")
+    except RuntimeError as e:
+        raise StartupError(f"cannot listen on {config.socket}: {e}") from e
+    finally:
+        os.umask(old)
+    if config.listen is None:
+        return
+    try:
+        if config.tls_cert and config.tls_key:
+            ca = config.tls_client_ca.read_bytes() if config.tls_client_ca else None
+            pair = (config.tls_key.read_bytes(), config.tls_cert.read_bytes())
+            server.add_secure_port(config.listen, grpc.ssl_server_credentials([pair], ca, require_client_auth=ca is not None))
+        else:
+            log.warning("listening on %s without TLS", config.listen)
+            server.add_insecure_port(config.listen)
+    except (RuntimeError, OSError) as e:
+        raise StartupError(f"cannot listen on {config.listen}: {e}; is the port in use, or a certificate missing?") from e
+
+
+async def _main(config: Config) -> int:
+    return await Daemon(config).serve()
+
+
+def run(config: Config) -> int:
+    """Run the daemon in this process until SIGTERM or SIGINT. Returns the exit status.
+
+    Raises:
+        StartupError: it cannot start; the text says what to do.
+    """
+    set_up_logging(config.log)
+    try:
+        return uvloop.run(_main(config))
+    except KvtierdError:
+        raise
+    except KeyboardInterrupt:
+        return 130
+
+
+__all__ = ["Daemon", "run"]
