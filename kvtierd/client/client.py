@@ -1,0 +1,421 @@
+"""The client: what an engine or a program uses to save and load KV blocks.
+
+A missing, restarting or hanging daemon is no error for a cache: lookups hold 0, saves save 0, loads load 0, each within its
+deadline, and the client comes back by itself. Pass ``require=True`` where that should raise instead.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from types import TracebackType
+from typing import Final, TypeVar
+
+import grpc
+
+from kvtierd.client import bytes_rpc, control, loading, saving
+from kvtierd.client.address import default_address, socket_path
+from kvtierd.client.buffers import Buffers, Keys, block_views, count_keys, pack_keys
+from kvtierd.client.control import Pin, Prefetch
+from kvtierd.client.copying import DEFAULT_COPY_THREADS, Copier
+from kvtierd.client.deadline import Deadline
+from kvtierd.client.link import Link
+from kvtierd.client.loading import Fetch, reason_of
+from kvtierd.client.results import PASSING, UNAVAILABLE, ClientStatus, LoadedBytes, LoadResult, LookupResult, SaveResult
+from kvtierd.client.saving import Reservation, rejection
+from kvtierd.client.session import Session, SessionSettings
+from kvtierd.errors import DaemonUnavailableError, KvtierdError, RequestError
+from kvtierd.model import Namespace, Tier
+
+DEFAULT_TIMEOUT_S: Final = 1.0
+T = TypeVar("T")
+
+
+class Client:
+    """A connection to one daemon for one namespace. Thread-safe. Attaches in the background from the start.
+
+    Keys are packed bytes (32 each), a numpy array of bytes, or a sequence of 32-byte keys. Buffers are one C-contiguous
+    object of CPU memory a key (buffer protocol, numpy array of any dtype, torch tensor), or one such object a shard.
+
+    Args:
+        namespace: what the blocks are.
+        address: ``unix:PATH``, an absolute path, or ``host:port``; None means ``$KVTIERD_ADDRESS`` or the default socket.
+        tenant: who is billed; empty means "default".
+        timeout_s: deadline of calls that name none.
+        name: for the daemon's logs and status.
+        require: raise instead of answering "nothing" when there is no daemon; the constructor then waits for it.
+        pins_memory: this process (or its workers) registers mapped memory with a device.
+        shard: shard whose memory this process maps; -1 for all.
+        bytes_only: send bytes in messages instead of sharing memory; None means only for ``host:port``.
+        credentials: TLS for ``host:port``.
+        copy_threads: threads that copy for one large save or load, the caller's own included; more than 1 only where cores are
+            idle.
+
+    Raises:
+        RequestError: the namespace contradicts itself.
+        ValueError: the address is malformed, or ``copy_threads`` out of range.
+        DaemonUnavailableError: with ``require``, no daemon within ``timeout_s``.
+    """
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        address: str | os.PathLike[str] | None = None,
+        tenant: str = "",
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        name: str = "",
+        require: bool = False,
+        *,
+        pins_memory: bool = False,
+        shard: int = -1,
+        bytes_only: bool | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
+        copy_threads: int = DEFAULT_COPY_THREADS,
+    ) -> None:
+        namespace.validate()
+        if isinstance(address, os.PathLike):
+            address = f"unix:{os.fspath(address)}"
+        where = address or default_address()
+        remote = socket_path(where) is None
+        self.namespace = namespace
+        self.address = where
+        self.timeout_s = timeout_s
+        self.require = require
+        self._bytes_only = remote if bytes_only is None else bytes_only
+        self._copier = Copier(copy_threads)
+        self._link = Link(
+            SessionSettings(where, namespace, tenant, name, pins_memory, shard, self._bytes_only, credentials),
+        )
+        self._link.start()
+        if require and not self._link.wait_attached(timeout_s):
+            error = self._link.status.error
+            self.close()
+            raise DaemonUnavailableError(error)
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def status(self) -> ClientStatus:
+        """State at this moment."""
+        return self._link.status
+
+    @property
+    def session_token(self) -> bytes:
+        """Token that a worker process joins the session with; empty without a session. Another after each re-attach."""
+        session = self._link.session
+        return session.token if session is not None else b""
+
+    @property
+    def descriptor_socket(self) -> str:
+        """Path that a worker process joins the session at; empty without a session."""
+        session = self._link.session
+        return session.welcome.descriptor_socket if session is not None else ""
+
+    def wait_attached(self, timeout_s: float) -> bool:
+        """Wait for a session, through failed attempts too. False when there is none in time."""
+        return self._link.wait_attached(timeout_s)
+
+    def close(self) -> None:
+        """Detach. Calls under way see the daemon as gone. Idempotent."""
+        self._link.close()
+        self._copier.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    # -- blocks --------------------------------------------------------------------------------------------------------
+
+    def lookup(self, keys: Keys, each: bool = False, timeout_s: float | None = None) -> LookupResult:
+        """What is held. Changes nothing and renews nothing.
+
+        Args:
+            keys: root first.
+            each: look at every key instead of stopping at the first miss.
+            timeout_s: deadline.
+
+        Raises:
+            ValueError: malformed keys.
+        """
+        return self.lookup_until(self._deadline(timeout_s), keys, each)
+
+    def lookup_until(self, deadline: Deadline, keys: Keys, each: bool = False) -> LookupResult:
+        """As ``lookup``, with a deadline that another thread can bring forward."""
+        packed = pack_keys(keys)
+        if not packed:
+            return LookupResult()
+        return self._call(
+            deadline, lambda s: control.lookup(s, packed, deadline, each=each), lambda e: LookupResult(reason=reason_of(e))
+        )
+
+    def save(self, keys: Keys, buffers: Buffers, timeout_s: float | None = None, wait_s: float = 0.0) -> SaveResult:
+        """Copy blocks into the cache.
+
+        Args:
+            keys: root first.
+            buffers: one entry a key, see the class.
+            timeout_s: deadline of the whole call.
+            wait_s: how long blocks that are BUSY, IN_PROGRESS or over the LIMIT are tried again, within the deadline.
+
+        Raises:
+            ValueError: malformed keys, or a buffer of another size than the namespace's; nothing was saved.
+            RequestError: the daemon refuses such calls (a mistake of the caller).
+        """
+        return self.save_until(self._deadline(timeout_s), keys, buffers, wait_s)
+
+    def save_until(self, deadline: Deadline, keys: Keys, buffers: Buffers, wait_s: float = 0.0) -> SaveResult:
+        """As ``save``, with a deadline that another thread can bring forward."""
+        packed = pack_keys(keys)
+        blocks = block_views(buffers, count_keys(packed), self.namespace.shard_bytes)
+        if not blocks:
+            return SaveResult()
+
+        def run(session: Session) -> SaveResult:
+            if self._bytes_only:
+                result, error = bytes_rpc.save_bytes(session, packed, blocks, deadline)
+            else:
+                result, error = saving.Saving(session, self._copier, packed, blocks, deadline, wait_s).run()
+            if error is not None and error.reason not in PASSING:
+                raise error
+            if self.require and result.rejected[UNAVAILABLE]:
+                raise DaemonUnavailableError("the daemon went away during the save")
+            return result
+
+        return self._call(deadline, run, lambda e: SaveResult(rejected=Counter({rejection(e): len(blocks)})))
+
+    def load(self, keys: Keys, buffers: Buffers, timeout_s: float | None = None, each: bool = False) -> LoadResult:
+        """Copy blocks out of the cache into buffers, each as soon as it is readable.
+
+        Args:
+            keys: root first.
+            buffers: one writable entry a key, see the class.
+            timeout_s: deadline of the whole call; past it the rest is a miss.
+            each: load every key that is held instead of stopping at the first miss.
+
+        Returns:
+            What was loaded. Buffers of other blocks have unspecified content.
+
+        Raises:
+            ValueError: malformed keys, or a buffer that is read-only or of another size than the namespace's.
+            RequestError: the daemon refuses such calls (a mistake of the caller).
+        """
+        return self.load_until(self._deadline(timeout_s), keys, buffers, each)
+
+    def load_until(self, deadline: Deadline, keys: Keys, buffers: Buffers, each: bool = False) -> LoadResult:
+        """As ``load``, with a deadline that another thread can bring forward."""
+        packed = pack_keys(keys)
+        blocks = block_views(buffers, count_keys(packed), self.namespace.shard_bytes, writable=True)
+        if not blocks:
+            return LoadResult()
+
+        def run(session: Session) -> LoadResult:
+            if self._bytes_only:
+                return bytes_rpc.load_into(session, packed, blocks, deadline, each=each)
+            return loading.Loading(session, self._copier, packed, blocks, deadline, each=each).run()
+
+        return self._call(deadline, run, lambda e: LoadResult(reason=reason_of(e)))
+
+    def reserve(self, keys: Keys, timeout_s: float | None = None, wait_s: float = 0.0) -> Reservation:
+        """Ask for slots to fill in place: ``with client.reserve(keys) as r: … r.views(i) …; r.commit()``.
+
+        Args:
+            keys: root first, at most the daemon's limit for one call.
+            timeout_s: deadline of the answer.
+            wait_s: how long the daemon may wait for space, within the deadline.
+
+        Raises:
+            ValueError: malformed keys.
+            RequestError: too many keys for one call, or the daemon refuses such calls.
+        """
+        return self.reserve_until(self._deadline(timeout_s), keys, wait_s)
+
+    def reserve_until(self, deadline: Deadline, keys: Keys, wait_s: float = 0.0) -> Reservation:
+        """As ``reserve``, with a deadline that another thread can bring forward."""
+        packed = pack_keys(keys)
+        count = count_keys(packed)
+        if not count:
+            return Reservation(None, 0, None)
+        return self._hold(
+            deadline,
+            lambda session: saving.reserve(session, packed, deadline, wait_s),
+            lambda e: Reservation(None, count, None, outcome=rejection(e), reason=reason_of(e)),
+        )
+
+    def fetch(self, keys: Keys, timeout_s: float | None = None, each: bool = False) -> Fetch:
+        """Blocks to read in place: ``with client.fetch(keys) as f: for index, views in f: …``.
+
+        Check ``f.intact`` after the last use of the views: what was read before it turned False cannot be trusted.
+
+        Args:
+            keys: root first, at most the daemon's limit for one call.
+            timeout_s: past it what is not readable is a miss.
+            each: every key that is held instead of stopping at the first miss.
+
+        Raises:
+            ValueError: malformed keys.
+            RequestError: too many keys for one call.
+        """
+        return self.fetch_until(self._deadline(timeout_s), keys, each)
+
+    def fetch_until(self, deadline: Deadline, keys: Keys, each: bool = False) -> Fetch:
+        """As ``fetch``, with a deadline that another thread can bring forward."""
+        packed = pack_keys(keys)
+        if not packed:
+            return Fetch(None, None, deadline)
+        return self._hold(
+            deadline,
+            lambda session: loading.fetch(session, packed, deadline, each=each),
+            lambda e: Fetch(None, None, deadline, reason_of(e)),
+        )
+
+    def save_bytes(self, keys: Keys, buffers: Buffers, timeout_s: float | None = None) -> SaveResult:
+        """As ``save``, with the bytes in the messages, on any session."""
+        return self.save_bytes_until(self._deadline(timeout_s), keys, buffers)
+
+    def save_bytes_until(self, deadline: Deadline, keys: Keys, buffers: Buffers) -> SaveResult:
+        """As ``save_bytes``, with a deadline of the caller's."""
+        packed = pack_keys(keys)
+        blocks = block_views(buffers, count_keys(packed), self.namespace.shard_bytes)
+        if not blocks:
+            return SaveResult()
+
+        def run(session: Session) -> SaveResult:
+            result, error = bytes_rpc.save_bytes(session, packed, blocks, deadline)
+            if error is not None and error.reason not in PASSING:
+                raise error
+            return result
+
+        return self._call(deadline, run, lambda e: SaveResult(rejected=Counter({rejection(e): len(blocks)})))
+
+    def load_bytes(self, keys: Keys, timeout_s: float | None = None, each: bool = False) -> LoadedBytes:
+        """As ``load``, with the bytes in the messages and in the result, on any session."""
+        return self.load_bytes_until(self._deadline(timeout_s), keys, each)
+
+    def load_bytes_until(self, deadline: Deadline, keys: Keys, each: bool = False) -> LoadedBytes:
+        """As ``load_bytes``, with a deadline of the caller's."""
+        packed = pack_keys(keys)
+        if not packed:
+            return LoadedBytes()
+        return self._call(
+            deadline,
+            lambda session: bytes_rpc.load_bytes(session, packed, deadline, each=each),
+            lambda e: LoadedBytes(reason=reason_of(e)),
+        )
+
+    # -- control -------------------------------------------------------------------------------------------------------
+
+    def prefetch(
+        self, keys: Keys, deadline_s: float, wait: bool = False, timeout_s: float | None = None, request_id: str = ""
+    ) -> Prefetch:
+        """Start promoting blocks to CPU memory and keep them there until the deadline, a load of them, or ``cancel``.
+
+        Args:
+            keys: in order of need.
+            deadline_s: how long promoted blocks stay pinned.
+            wait: return when all is ready, at the latest after ``deadline_s``; else at once.
+            timeout_s: deadline of the answer, when not waiting.
+            request_id: the caller's, for the daemon's logs and stories.
+
+        Raises:
+            ValueError: malformed keys.
+        """
+        seconds = deadline_s if wait else self.timeout_s if timeout_s is None else timeout_s
+        return self.prefetch_until(Deadline(seconds), keys, deadline_s, wait, request_id)
+
+    def prefetch_until(self, deadline: Deadline, keys: Keys, deadline_s: float, wait: bool, request_id: str) -> Prefetch:
+        """As ``prefetch``, with a deadline that another thread can bring forward."""
+        packed = pack_keys(keys)
+        if not packed:
+            return Prefetch(self._link)
+        return self._call(
+            deadline,
+            lambda s: control.prefetch(self._link, s, packed, deadline, deadline_s, wait=wait, request_id=request_id),
+            lambda e: Prefetch(self._link, reason=reason_of(e)),
+        )
+
+    def evict(self, keys: Keys | None = None, tier: Tier | None = None, idle_s: float = 0.0, timeout_s: float | None = None) -> int:
+        """Forget copies. Blocks in use are forgotten when their last user lets go.
+
+        Args:
+            keys: only these; None means the whole namespace (an empty selection evicts nothing).
+            tier: only copies on this tier; None means all.
+            idle_s: only blocks idle at least this long.
+            timeout_s: deadline.
+
+        Returns:
+            Copies forgotten; 0 without a daemon.
+        """
+        return self.evict_until(self._deadline(timeout_s), keys, tier, idle_s)
+
+    def evict_until(self, deadline: Deadline, keys: Keys | None = None, tier: Tier | None = None, idle_s: float = 0.0) -> int:
+        """As ``evict``, with a deadline that another thread can bring forward."""
+        packed = None if keys is None else pack_keys(keys)
+        if packed == b"":
+            return 0
+        return self._call(deadline, lambda s: control.evict(s, packed, tier, idle_s, deadline), lambda _: 0)
+
+    def pin(self, keys: Keys, expires_s: float, timeout_s: float | None = None) -> Pin:
+        """Keep the best copies of blocks in place until ``unpin`` or the expiry. A pin outlives the session.
+
+        Args:
+            keys: blocks to pin; those that are not held are left out.
+            expires_s: seconds until the pin ends by itself.
+            timeout_s: deadline.
+        """
+        return self.pin_until(self._deadline(timeout_s), keys, expires_s)
+
+    def pin_until(self, deadline: Deadline, keys: Keys, expires_s: float) -> Pin:
+        """As ``pin``, with a deadline that another thread can bring forward."""
+        packed = pack_keys(keys)
+        if not packed:
+            return Pin(self._link)
+        return self._call(
+            deadline,
+            lambda s: control.pin(self._link, s, packed, expires_s, deadline),
+            lambda e: Pin(self._link, reason=reason_of(e)),
+        )
+
+    # -- helpers -------------------------------------------------------------------------------------------------------
+
+    def _deadline(self, timeout_s: float | None) -> Deadline:
+        return Deadline(self.timeout_s if timeout_s is None else timeout_s)
+
+    def _call(self, deadline: Deadline, run: Callable[[Session], T], nothing: Callable[[KvtierdError], T]) -> T:
+        """Run an operation in a session; a failure that a cache's user lives with becomes ``nothing(error)``."""
+        try:
+            session = self._link.acquire(deadline)
+        except (DaemonUnavailableError, RequestError) as e:
+            if self.require:
+                raise
+            return nothing(e)
+        try:
+            return run(session)
+        except (DaemonUnavailableError, RequestError) as e:
+            self._passes(e)
+            return nothing(e)
+        finally:
+            session.leave()
+
+    def _hold(self, deadline: Deadline, run: Callable[[Session], T], nothing: Callable[[KvtierdError], T]) -> T:
+        """As ``_call``, for results that keep the session and leave it themselves."""
+        try:
+            session = self._link.acquire(deadline)
+        except (DaemonUnavailableError, RequestError) as e:
+            if self.require:
+                raise
+            return nothing(e)
+        try:
+            return run(session)
+        except BaseException as e:
+            session.leave()
+            if not isinstance(e, DaemonUnavailableError | RequestError):
+                raise
+            self._passes(e)
+            return nothing(e)
+
+    def _passes(self, error: KvtierdError) -> None:
+        if self.require or (isinstance(error, RequestError) and error.reason not in PASSING):
+            raise error
