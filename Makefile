@@ -1,0 +1,99 @@
+# Every target sets itself up: it needs python3 (3.11 or newer), make and PyPI, nothing else.
+# The environment in .venv is made again when pyproject.toml or the Python version changes, and left alone otherwise.
+
+PYTHON ?= python3
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+# Stamps are named after what the environment was made from, so that a mere checkout (a new time stamp) reinstalls nothing.
+STATE := $(shell { cat pyproject.toml; $(PYTHON) --version; pwd; } 2>&1 | sha256sum | cut -c1-16)
+BASE := $(VENV)/.base-$(STATE)
+DEV := $(VENV)/.dev-$(STATE)
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --no-input
+
+PROTOS := $(sort $(wildcard proto/kvtierd/v1/*.proto))
+PROTOC := $(BIN)/python -m grpc_tools.protoc -I proto
+BASELINE := proto/baseline.binpb
+
+PYTEST := $(BIN)/python -m pytest
+DEMO_ARGS ?=
+BENCH_ARGS ?=
+TEST_ARGS ?=
+
+.PHONY: help venv demo test test-slow test-helm lint format proto proto-check proto-baseline bench bench-peers build clean
+
+help: ## show this list
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)$$/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
+
+$(BASE):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	    { echo "kvtierd needs Python 3.11 or newer as $(PYTHON); name another: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	    { echo "$(PYTHON) cannot make virtual environments; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	@echo "== making $(VENV)"
+	@rm -rf $(VENV)
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) install -e '.[plot]'
+	@touch $@
+
+$(DEV): $(BASE)
+	@echo "== adding the development tools to $(VENV)"
+	@$(PIP) install -e '.[dev,plot]'
+	@touch $@
+
+venv: $(DEV) ## make .venv with the package and the development tools
+
+demo: $(BASE) ## see the daemon at work: kvtierd demo
+	$(BIN)/kvtierd demo $(DEMO_ARGS)
+
+test: $(DEV) ## run the quick tests
+	$(PYTEST) -m "not slow and not gpu" $(TEST_ARGS)
+
+test-slow: $(DEV) ## run the slow tests, those of the Helm chart apart
+	$(PYTEST) -m "slow and not gpu" --ignore=tests/helm $(TEST_ARGS) || { [ $$? -eq 5 ] && echo "no slow tests"; }
+
+test-helm: $(DEV) ## render the Helm chart and check the manifests
+	$(PYTEST) tests/helm $(TEST_ARGS)
+
+lint: $(DEV) ## ruff, mypy and the import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(DEV) ## let ruff fix and format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+proto: $(DEV) ## regenerate kvtierd/v1 from proto/
+	$(PROTOC) --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS)
+
+proto-check: $(DEV) ## check that kvtierd/v1 is what proto/ makes, lint proto/, and refuse breaking changes
+	@tmp=$$(mktemp -d); trap 'rm -rf "$$tmp"' EXIT; \
+	$(PROTOC) --python_out="$$tmp" --pyi_out="$$tmp" --grpc_python_out="$$tmp" $(PROTOS); \
+	diff -rq --exclude=__init__.py --exclude=__pycache__ "$$tmp/kvtierd/v1" kvtierd/v1 || \
+	    { echo "kvtierd/v1 differs from what proto/ makes: run make proto" >&2; exit 1; }
+	$(BIN)/buf lint
+	$(BIN)/buf breaking --against $(BASELINE)
+
+proto-baseline: $(DEV) ## record proto/ as the released protocol that later changes must not break
+	$(BIN)/buf build --exclude-source-info -o $(BASELINE)
+
+bench: $(BASE) ## measure this machine: kvtierd bench
+	$(BIN)/kvtierd bench $(BENCH_ARGS)
+
+bench-peers: $(BASE) ## measure other KV cache stores in the same way
+	bash loadtest/peers/run.sh
+
+build: $(DEV) ## build and check the source distribution and the wheel
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
+
+clean: ## remove what make has made
+	rm -rf $(VENV) build dist out .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find kvtierd tests loadtest -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,6 @@
+"""``python -m kvtierd.cli`` is the ``kvtierd`` command."""
+
+from kvtierd.cli import main
+
+if __name__ == "__main__":
+    main()

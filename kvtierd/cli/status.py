@@ -1,0 +1,206 @@
+"""``kvtierd status``: one look at a daemon, or a running one."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Final
+
+import click
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from kvtierd.cli.connection import AdminConnection
+from kvtierd.cli.options import Settings, admin_options, duration, json_option
+from kvtierd.cli.output import clean, console, format_bytes, format_count, format_seconds, make_table, print_json, tier_name
+from kvtierd.errors import DaemonUnavailableError
+from kvtierd.model import Tier
+from kvtierd.v1 import admin_pb2
+
+__all__ = ["render_status", "status", "status_json"]
+
+MAX_ROWS: Final = 50
+"""Tenants and sessions in a table; the rest is counted. JSON has all."""
+MIN_INTERVAL_S: Final = 0.2
+
+
+@click.command()
+@admin_options
+@json_option("Write JSON; with --watch one object a line.")
+@click.option("--watch", is_flag=True, help="Show it again and again until Ctrl-C.")
+@click.option("--every", "every_s", type=duration, default="2s", show_default=True, metavar="DURATION", help="Pause of --watch.")
+@click.pass_context
+def status(ctx: click.Context, as_json: bool, watch: bool, every_s: float) -> None:
+    """Show tiers, tenants, sessions and counters of a daemon."""
+    with ctx.ensure_object(Settings).connect() as daemon:
+        # The first look fails like any other command, so that a wrong address does not end in an endless wait.
+        answer = _ask(daemon)
+        if as_json:
+            _print_json_line(answer, watch)
+        elif not watch:
+            console().print(render_status(answer, daemon.address))
+        if watch:
+            _watch(daemon, answer, max(every_s, MIN_INTERVAL_S), as_json)
+
+
+def _ask(daemon: AdminConnection) -> admin_pb2.GetStatusResponse:
+    answer: admin_pb2.GetStatusResponse = daemon.call(daemon.stub.GetStatus, admin_pb2.GetStatusRequest())
+    return answer
+
+
+def _print_json_line(answer: admin_pb2.GetStatusResponse, one_line: bool) -> None:
+    print_json(status_json(answer), one_line=one_line)
+
+
+def _watch(daemon: AdminConnection, answer: admin_pb2.GetStatusResponse, every_s: float, as_json: bool) -> None:
+    """Show the status until interrupted; a daemon that goes away is waited for."""
+    try:
+        if as_json:
+            while True:
+                time.sleep(every_s)
+                try:
+                    _print_json_line(_ask(daemon), one_line=True)
+                except DaemonUnavailableError as e:
+                    click.echo(str(e), err=True)
+        with Live(render_status(answer, daemon.address), console=console(), auto_refresh=False, screen=False) as live:
+            while True:
+                time.sleep(every_s)
+                try:
+                    live.update(render_status(_ask(daemon), daemon.address), refresh=True)
+                except DaemonUnavailableError as e:
+                    live.update(Text(f"{clean(str(e))}; waiting for it", style="red"), refresh=True)
+    except KeyboardInterrupt:
+        return
+
+
+def status_json(answer: admin_pb2.GetStatusResponse) -> dict[str, Any]:
+    """The status as JSON values; tiers by lower-case name, sizes in bytes, times in seconds."""
+    names = [tier.name.lower() for tier in Tier]
+    return {
+        "version": answer.version,
+        "boot_epoch": answer.boot_epoch,
+        "uptime_s": answer.uptime_s,
+        "draining": answer.draining,
+        "blocks": answer.blocks,
+        "tiers": [
+            {
+                "tier": tier_name(t.tier),
+                "capacity_bytes": t.capacity_bytes,
+                "reserved_bytes": t.reserved_bytes,
+                "used_bytes": t.used_bytes,
+                "copies": t.copies,
+                "dirty_bytes": t.dirty_bytes,
+                "pinned_bytes": t.pinned_bytes,
+                "path": t.path,
+                "suspended": t.suspended,
+            }
+            for t in answer.tiers
+        ],
+        "tenants": [
+            {
+                "tenant": t.tenant,
+                "blocks": t.blocks,
+                "used_bytes": dict(zip(names, t.used_bytes, strict=False)),
+                "quota_bytes": dict(zip(names, t.quota_bytes, strict=False)),
+                "hits": t.hits,
+                "misses": t.misses,
+            }
+            for t in answer.tenants
+        ],
+        "sessions": [
+            {
+                "id": s.id,
+                "client_name": s.client_name,
+                "tenant": s.tenant,
+                "model": s.model,
+                "namespace": s.fingerprint,
+                "processes": s.processes,
+                "tickets": s.tickets,
+                "ticket_bytes": s.ticket_bytes,
+                "age_s": s.age_s,
+                "pid": s.pid,
+            }
+            for s in answer.sessions
+        ],
+        "counters": dict(sorted(answer.counters.items())),
+    }
+
+
+def render_status(answer: admin_pb2.GetStatusResponse, address: str) -> RenderableType:
+    """The status for people."""
+    head = f"kvtierd {answer.version} at {address}, up {format_seconds(answer.uptime_s)}, {format_count(answer.blocks)} blocks"
+    parts: list[RenderableType] = [Text(clean(head), style="bold")]
+    if answer.draining:
+        parts.append(Text("draining: saves are refused", style="yellow"))
+    parts += [Text(""), _tier_table(answer)]
+    parts += [Text(f"{tier_name(t.tier)} takes nothing: {clean(t.suspended)}", style="red") for t in answer.tiers if t.suspended]
+    if answer.tenants:
+        parts += [Text(""), _tenant_table(answer)]
+    parts += [Text(""), _session_table(answer) if answer.sessions else Text("no sessions", style="dim")]
+    counters = [(name, format_count(value)) for name, value in sorted(answer.counters.items()) if value]
+    if counters:
+        parts += [Text(""), make_table("counters", ("name", ">since start"), counters)]
+    return Group(*parts)
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.0f} %" if whole else "–"
+
+
+def _tier_table(answer: admin_pb2.GetStatusResponse) -> RenderableType:
+    rows = [
+        (
+            tier_name(t.tier),
+            format_bytes(t.used_bytes),
+            format_bytes(t.capacity_bytes),
+            _percent(t.used_bytes, t.capacity_bytes),
+            format_count(t.copies),
+            format_bytes(t.dirty_bytes),
+            format_bytes(t.pinned_bytes),
+            t.path,
+        )
+        for t in answer.tiers
+    ]
+    return make_table("", ("tier", ">used", ">capacity", ">share", ">copies", ">dirty", ">pinned", "path"), rows)
+
+
+def _tenant_table(answer: admin_pb2.GetStatusResponse) -> RenderableType:
+    def row(t: admin_pb2.TenantStatus) -> tuple[str, ...]:
+        used = [format_bytes(n) for n in t.used_bytes]
+        found = t.hits + t.misses
+        return (
+            t.tenant,
+            format_count(t.blocks),
+            *(used + ["–"] * 3)[:3],
+            format_count(t.hits),
+            format_count(t.misses),
+            _percent(t.hits, found),
+        )
+
+    rows = [row(t) for t in answer.tenants[:MAX_ROWS]]
+    more = len(answer.tenants) - len(rows)
+    if more > 0:
+        rows.append((f"… {more:,} more", *[""] * 7))
+    return make_table("tenants", ("tenant", ">blocks", ">hbm", ">cpu", ">nvme", ">hits", ">misses", ">hit rate"), rows)
+
+
+def _session_table(answer: admin_pb2.GetStatusResponse) -> RenderableType:
+    rows: list[tuple[str, ...]] = [
+        (
+            s.id,
+            s.client_name,
+            s.tenant,
+            s.model,
+            str(s.pid),
+            str(s.processes),
+            str(s.tickets),
+            format_bytes(s.ticket_bytes),
+            format_seconds(s.age_s),
+        )
+        for s in answer.sessions[:MAX_ROWS]
+    ]
+    more = len(answer.sessions) - len(rows)
+    if more > 0:
+        rows.append((f"… {more:,} more", *[""] * 8))
+    columns = ("session", "client", "tenant", "model", ">pid", ">processes", ">tickets", ">held", ">age")
+    return make_table("sessions", columns, rows)
