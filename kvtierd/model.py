@@ -86,8 +86,8 @@ def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def split_keys(packed: bytes) -> list[bytes]:
-    """Split packed keys into 32-byte keys.
+def count_keys(packed: bytes) -> int:
+    """Number of packed keys.
 
     Raises:
         RequestError: BAD_KEY when the length is no multiple of 32; TOO_MANY_KEYS past 65,536 keys.
@@ -96,10 +96,15 @@ def split_keys(packed: bytes) -> list[bytes]:
         raise RequestError(
             Reason.BAD_KEY, f"keys take {KEY_BYTES} bytes each, packed; got {len(packed)} bytes, not a multiple of {KEY_BYTES}"
         )
-    if len(packed) > KEY_BYTES * MAX_KEYS_PER_CALL:
-        raise RequestError(
-            Reason.TOO_MANY_KEYS, f"{len(packed) // KEY_BYTES} keys in one call; at most {MAX_KEYS_PER_CALL}: split the call"
-        )
+    count = len(packed) // KEY_BYTES
+    if count > MAX_KEYS_PER_CALL:
+        raise RequestError(Reason.TOO_MANY_KEYS, f"{count} keys in one call; at most {MAX_KEYS_PER_CALL}: split the call")
+    return count
+
+
+def split_keys(packed: bytes) -> list[bytes]:
+    """Split packed keys into 32-byte keys. Raises like :func:`count_keys`."""
+    count_keys(packed)
     return [key for (key,) in struct.iter_unpack(_KEY_FORMAT, packed)]
 
 

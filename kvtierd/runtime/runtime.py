@@ -410,13 +410,15 @@ class Runtime:
 
 
 def _core_config(config: Config, nvme_bytes: int) -> CoreConfig:
+    in_flight = config.nvme.max_bytes_in_flight
     return CoreConfig(
         capacity_bytes=(0, config.cpu.capacity, nvme_bytes),
         extent_bytes=(0, config.cpu.extent_bytes, config.nvme.segment_bytes),
         ttl_s=(config.hbm.ttl, config.cpu.ttl, config.nvme.ttl),
         free_target=config.cpu.free_target,
-        max_promote_bytes=config.nvme.max_bytes_in_flight,
-        max_demote_bytes=config.nvme.max_bytes_in_flight,
+        # A move takes its target's slots when it is queued; on small tiers that must not push out much ahead of time.
+        max_promote_bytes=min(in_flight, config.cpu.capacity // 8),
+        max_demote_bytes=min(in_flight, max(nvme_bytes // 32, config.cpu.capacity // 32)),
         max_tickets=config.server.max_tickets,
         max_ticket_share=config.server.max_ticket_share,
     )

@@ -99,10 +99,18 @@ class AdminServicer(admin_pb2_grpc.KvTierAdminServiceServicer):
                 )
                 for s in itertools.islice(rt.sessions, MAX_PAGE)
             ],
-            counters=self._metrics.totals(),
+            counters=self._metrics.totals() | self._moves(),
             blocks=shot.blocks,
             draining=rt.core.state.draining,
         )
+
+    def _moves(self) -> dict[str, float]:
+        """Blocks moved down and up, which the metrics tell apart by label only."""
+        done = [(src, dst, n) for (src, dst, result), n in self._rt.core.state.counts.moves.items() if result == "ok"]
+        return {
+            "demotions": float(sum(n for src, dst, n in done if dst > src)),
+            "promotions": float(sum(n for src, dst, n in done if dst < src)),
+        }
 
     async def GetConfig(self, request: pb.GetConfigRequest, context: Context) -> Any:
         """See the proto."""

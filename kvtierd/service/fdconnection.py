@@ -6,6 +6,7 @@ import array
 import contextlib
 import errno
 import os
+import select
 import socket
 import struct
 from collections import deque
@@ -18,6 +19,8 @@ from kvtierd.v1 import fdpass_pb2 as pb
 
 MAX_QUEUED_PACKETS: Final = 64
 """Packets that wait for a process that does not read, on top of the kernel's own buffer."""
+MAX_QUEUED_DESCRIPTORS: Final = 256
+"""Duplicated descriptors in these packets."""
 
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
 
@@ -44,9 +47,7 @@ class ExtentInfo:
 class Authority(Protocol):
     """Decides what processes get, and hears what they do. Called in the event loop; must not block."""
 
-    def join(
-        self, session: bytes, shard: int, pins_memory: bool, numa_node: int, pid: int, uid: int, conn_id: int
-    ) -> JoinGrant:
+    def join(self, session: bytes, shard: int, pins_memory: bool, numa_node: int, pid: int, uid: int, conn_id: int) -> JoinGrant:
         """Let a process into a session. ``pid`` and ``uid`` come from the kernel. Raises RequestError to refuse."""
 
     def may_map(self, session_id: int, extent_id: int, shard: int) -> ExtentInfo | None:
@@ -117,8 +118,10 @@ class Connection:
         data = message.SerializeToString()
         if not self._queue and self._sendmsg(data, fds):
             return False
-        if len(self._queue) >= MAX_QUEUED_PACKETS:
-            raise RequestError(Reason.OVERLOADED, f"{MAX_QUEUED_PACKETS} packets wait for a process that does not read")
+        queued_fds = sum(len(packet[1]) for packet in self._queue)
+        if len(self._queue) >= MAX_QUEUED_PACKETS or queued_fds + len(fds) > MAX_QUEUED_DESCRIPTORS:
+            text = f"{len(self._queue)} packets with {queued_fds} descriptors wait for a process that does not read"
+            raise RequestError(Reason.OVERLOADED, text)
         copies: list[int] = []
         self._queue.append((data, copies))
         # An extent's descriptor may be closed before the packet leaves, and its number may be something else's then.
@@ -147,13 +150,24 @@ class Connection:
             raise
         return True
 
+    @property
+    def hung_up(self) -> bool:
+        """True when the peer has closed its end; an empty packet reads like that, but is none."""
+        poll = select.poll()
+        poll.register(self.sock, select.POLLRDHUP)
+        return bool(poll.poll(0))
+
     def dismiss(self, last_word: pb.DescriptorResponse) -> None:
         """Drop what is queued, say why, and send nothing more. The peer sees an end of file."""
-        self.dismissed = True
-        self._drop_queue()
+        self.mute()
         self.transmit(last_word)
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_WR)
+
+    def mute(self) -> None:
+        """Drop what is queued and send nothing more."""
+        self.dismissed = True
+        self._drop_queue()
 
     def close(self) -> None:
         """Close the socket."""

@@ -139,7 +139,8 @@ class DescriptorServer:
     # ---- connections
 
     def _accept(self) -> None:
-        assert self._listener is not None
+        if self._listener is None:
+            return
         for _ in range(PACKETS_PER_TURN):
             try:
                 sock, _address = self._listener.accept()
@@ -183,10 +184,14 @@ class DescriptorServer:
                 packet, _, flags, _ = connection.sock.recvmsg(MAX_PACKET_BYTES)
             except (BlockingIOError, InterruptedError):
                 return
-            except OSError:
-                packet, flags = b"", 0
-            if not packet:
-                # End of file: no message encodes to nothing.
+            except ConnectionError:
+                self._drop(connection)
+                return
+            except OSError as e:
+                # Whatever this is, it is no death, and must not pass for one.
+                log.warning("reading from pid %d failed: %s", connection.pid, e)
+                return
+            if not packet and connection.hung_up:
                 self._drop(connection)
                 return
             if connection.dismissed:
@@ -288,6 +293,10 @@ class DescriptorServer:
 
     def _lost(self, connection: Connection, error: OSError) -> None:
         """Sending failed. A peer that has gone is seen by reading too; anything else must not pass for its death."""
+        if isinstance(error, ConnectionError):
+            self._loop.remove_writer(connection.sock.fileno())
+            connection.mute()
+            return
         self._dismiss(connection, RequestError(Reason.IO, f"the daemon could not send: {error.strerror}"))
 
     def _dismiss(self, connection: Connection, error: RequestError) -> None:

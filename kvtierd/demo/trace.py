@@ -1,0 +1,92 @@
+"""Conversation traces in the Mooncake schema: one JSON object a line."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+TRACE_BLOCK_TOKENS: Final = 512
+MAX_REQUESTS: Final = 1_000_000
+EXCERPT: Final = "conversation_excerpt.jsonl"
+
+
+class TraceError(Exception):
+    """A trace that cannot be read. The text names file, line and reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request of a trace."""
+
+    at_s: float
+    """Seconds after the first request."""
+    blocks: tuple[int, ...]
+    """Ids of the full 512-token blocks of the prompt; equal ids mean equal prefixes."""
+
+
+def default_trace() -> Path:
+    """The excerpt that comes with kvtierd: beside the installed package, or in the source tree.
+
+    Raises:
+        TraceError: neither is there.
+    """
+    here = Path(__file__).parent
+    for path in (here / "data" / EXCERPT, here.parents[1] / "loadtest" / "traces" / EXCERPT):
+        if path.is_file():
+            return path
+    raise TraceError("the built-in trace is missing; name one with --trace")
+
+
+def read_trace(path: Path, limit: int | None = None) -> list[Request]:
+    """Requests in order of time.
+
+    Raises:
+        TraceError: the file cannot be read, or a line is not a request.
+    """
+    requests: list[Request] = []
+    first_ms: float | None = None
+    try:
+        with path.open() as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                if len(requests) >= (limit or MAX_REQUESTS):
+                    break
+                at_ms, blocks = _parse(line, f"{path}, line {number}")
+                first_ms = at_ms if first_ms is None else first_ms
+                requests.append(Request(max(at_ms - first_ms, 0.0) / 1000, blocks))
+    except (OSError, UnicodeDecodeError) as e:
+        raise TraceError(f"cannot read the trace {path}: {e}") from e
+    if not requests:
+        raise TraceError(f"the trace {path} has no requests")
+    return requests
+
+
+def _parse(line: str, where: str) -> tuple[float, tuple[int, ...]]:
+    try:
+        row = json.loads(line)
+        at_ms, length, ids = row["timestamp"], row["input_length"], row["hash_ids"]
+    except (ValueError, KeyError, TypeError) as e:
+        raise TraceError(
+            f"{where}: not a JSON object with timestamp, input_length and hash_ids ({type(e).__name__}: {e})"
+        ) from e
+    is_number = isinstance(at_ms, int | float) and isinstance(length, int)
+    if not (is_number and isinstance(ids, list) and all(isinstance(i, int) for i in ids)):
+        raise TraceError(f"{where}: timestamp and input_length are numbers, hash_ids is a list of whole numbers")
+    return float(at_ms), tuple(ids[: length // TRACE_BLOCK_TOKENS])
+
+
+def ideal_hits(requests: list[Request]) -> tuple[int, int]:
+    """(blocks found as a prefix by a cache that forgets nothing, blocks asked for)."""
+    seen: set[int] = set()
+    hits = asked = 0
+    for request in requests:
+        asked += len(request.blocks)
+        for block in request.blocks:
+            if block not in seen:
+                break
+            hits += 1
+        seen.update(request.blocks)
+    return hits, asked
