@@ -82,7 +82,10 @@ class CpuConfig(_Section):
     extent: Size = Field(0, description="Bytes of one extent; 0 means 1/16 of the capacity, from 1 MiB to 256 MiB.")
     ttl: OptionalDuration = Field(600.0, description='Idle time after which a copy moves down; "never" for none.')
     free_target: float = Field(
-        0.15, ge=0, le=0.9, description="Share of the tier that is kept free or clean by writing the least recently used blocks down."
+        0.15,
+        ge=0,
+        le=0.9,
+        description="Share of the tier that is kept free or clean by writing the least recently used blocks down.",
     )
     prefault: bool = Field(True, description="Fault the whole pool in at the start, in the background.")
     prefault_threads: int = Field(0, ge=0, le=256, description="Threads that prefault; 0 means one per CPU, at most 16.")
@@ -236,7 +239,7 @@ _NOT_CONFIG = frozenset(["KVTIERD_CONFIG", "KVTIERD_ADDRESS"])
 def _from_env(env: Mapping[str, str]) -> Iterator[tuple[str, object]]:
     known = {"KVTIERD_" + key.replace(".", "_").upper(): key for key, _ in field_paths() if ".NAME." not in key}
     for name, text in env.items():
-        if not name.startswith("KVTIERD_") or name in _NOT_CONFIG or name.startswith("KVTIERD_COMPLETE") or name.startswith("_"):
+        if not name.startswith("KVTIERD_") or name in _NOT_CONFIG or name.startswith("KVTIERD_COMPLETE"):
             continue
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)

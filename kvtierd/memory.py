@@ -159,7 +159,7 @@ class SharedMapping:
             ctypes.c_ulong(self.size_bytes),
             ctypes.c_int(_MPOL_PREFERRED),
             mask,
-            ctypes.c_ulong(_NODE_MASK_BITS),
+            ctypes.c_ulong(_NODE_MASK_BITS + 1),  # the kernel reads one bit less
             ctypes.c_uint(0),
         )
         return done == 0

@@ -179,9 +179,8 @@ class _Rounds:
         result = self._client.load(keys, self._memory)
         took_s = time.perf_counter() - began_s
         if result.by_tier != {Tier.NVME: self._blocks}:
-            raise BenchError(
-                f"not all of {self._blocks} blocks came from NVMe: {result.by_tier}, {result.reason and result.reason.name}"
-            )
+            why = result.reason.name if result.reason else ""
+            raise BenchError(f"not all of {self._blocks} blocks came from NVMe: {result.by_tier} {why}")
         return took_s
 
     def _both(self, name: str, figure: Callable[[], float], raw: Callable[[], None], number: int) -> dict[str, float]:

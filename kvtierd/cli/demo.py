@@ -28,7 +28,9 @@ def _size(_ctx: click.Context, _param: click.Parameter, value: str) -> int:
 
 
 @click.command()
-@click.option("--trace", "trace_path", type=click.Path(path_type=Path), help="Trace in the Mooncake schema; a built-in excerpt without.")
+@click.option(
+    "--trace", "trace_path", type=click.Path(path_type=Path), help="Trace in the Mooncake schema; a built-in excerpt without."
+)
 @click.option("--limit", type=click.IntRange(1), help="Only so many requests of the trace.")
 @click.option("--seconds", type=click.FloatRange(1, 86_400), default=40.0, show_default=True, help="Time to replay the trace in.")
 @click.option("--cpu-capacity", callback=_size, default="256MiB", show_default=True, help="CPU tier.")
@@ -36,7 +38,14 @@ def _size(_ctx: click.Context, _param: click.Parameter, value: str) -> int:
 @click.option("--cpu-ttl", type=click.FloatRange(0.1), default=5.0, show_default=True, help="Idle seconds in CPU memory.")
 @click.option("--clients", type=click.IntRange(1, 64), default=2, show_default=True, help="Client processes.")
 @click.option("--seed", type=int, default=1, show_default=True, help="Makes keys and contents.")
-@click.option("--plot", "plot_path", type=click.Path(path_type=Path), default=Path("kvtierd-demo.png"), show_default=True, help="Plot to write.")
+@click.option(
+    "--plot",
+    "plot_path",
+    type=click.Path(path_type=Path),
+    default=Path("kvtierd-demo.png"),
+    show_default=True,
+    help="Plot to write.",
+)
 @click.option("--no-plot", is_flag=True, help="Write no plot.")
 @click.option("--no-kill", is_flag=True, help="Do not kill the daemon half-way.")
 @click.option("--folder", type=click.Path(path_type=Path), help="Where to put sockets and the NVMe pool; the cache folder without.")

@@ -64,7 +64,7 @@ class ExtentMap:
         on_revoked: called with (extent id, mapping) before an extent is unmapped, to take its registration back. When it raises,
             the extent stays mapped and unconfirmed.
         on_lost: called once when the daemon's side goes away, not for ``close``. All hooks run in the reader thread, but for
-            ``on_revoked`` during ``close``, which runs in the caller's.
+            ``on_revoked`` during ``close``, which runs in the caller's. A hook must not ask for views.
 
     Attributes:
         boot_epoch: boot of the daemon.
@@ -145,7 +145,7 @@ class ExtentMap:
         start = slot_index(slot) * slot_bytes
         end = start + (slot_bytes if length is None else length)
         if not start <= end <= start + slot_bytes or end > extent.mapping.size_bytes:
-            raise ValueError(f"{length} bytes of slot {slot_index(slot)} do not lie inside; its extent has slots of {slot_bytes} bytes")
+            raise ValueError(f"slot {slot_index(slot)} has no {length} bytes; its extent has slots of {slot_bytes} bytes")
         return extent.view[start:end]
 
     def map(self, extent_ids: Iterable[int], timeout_s: float | None = None) -> None:
@@ -254,9 +254,7 @@ class ExtentMap:
     def _take_extents(self, answer: pb.ExtentDescriptors, fds: list[int]) -> None:
         asked = self._requests.popleft() if self._requests else []
         outcomes: dict[int, _Extent | RequestError | DaemonUnavailableError] = {
-            extent_id: RequestError(
-                Reason.NOT_FOUND, f"extent {extent_id} is gone, or belongs to another tenant, namespace or shard"
-            )
+            extent_id: RequestError(Reason.NOT_FOUND, f"extent {extent_id} is gone, or is not this process's to map")
             for extent_id in asked
         }
         whole = len(fds) == len(answer.extents)

@@ -1,0 +1,1 @@
+"""The pure core: policy and state of all tiers, without I/O, clock, threads or randomness."""

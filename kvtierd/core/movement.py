@@ -245,9 +245,7 @@ class Mover:
         if copy.state is not CopyState.READY or copy.pins:
             return
         realm = copy.block.realm
-        if copy.is_clean or not state.can_demote(realm, copy.tier, now):
-            state.evict(now, copy, "pressure")
-        elif not start(copy, why, drop=True):
+        if copy.is_clean or not state.can_demote(realm, copy.tier, now) or not start(copy, why, drop=True):
             state.evict(now, copy, "pressure")
 
     def _feed(self, now: float, realm: Realm, start: _Starter) -> None:
@@ -300,8 +298,13 @@ class Mover:
         move = self._begin(now, source, target, Priority.DEMOTE, why)
         move.drop_source = drop
         self.down_bytes += move.size_bytes
-        self._leaving_bytes[source.tier] += block.realm.tier_bytes[source.tier]
+        self._leaving(source, 1)
         return move
+
+    def _leaving(self, source: Copy, sign: int) -> None:
+        realm = source.block.realm
+        self._leaving_bytes[source.tier] += sign * realm.tier_bytes[source.tier]
+        realm.tenant.leaving_bytes[source.tier] += sign * realm.tier_bytes[source.tier]
 
     def _expire_idle(self, now: float, start: _Starter) -> None:
         """Apply the TTLs: clean copies go, others are written down first."""
@@ -344,7 +347,7 @@ class Mover:
             self.up_bytes -= move.size_bytes
         else:
             self.down_bytes -= move.size_bytes
-            self._leaving_bytes[move.src.tier] -= move.src.block.realm.tier_bytes[move.src.tier]
+            self._leaving(move.src, -1)
         state.counts.moves[(move.src.tier, move.dst.tier, result.value)] += 1
         if result is Result.OK:
             state.counts.move_bytes[(move.src.tier, move.dst.tier)] += move.size_bytes

@@ -25,6 +25,8 @@ class Tenant:
     ttl_s: list[float | None] = field(default_factory=lambda: [None, None, None])
     """By tier; None means the tier's own."""
     used_bytes: list[int] = field(default_factory=lambda: [0, 0, 0])
+    leaving_bytes: list[int] = field(default_factory=lambda: [0, 0, 0])
+    """By tier: bytes that are being written down."""
     hits: list[int] = field(default_factory=lambda: [0, 0, 0])
     misses: int = 0
     blocks: int = 0
@@ -63,7 +65,19 @@ def _older(a: Copy | None, b: Copy | None) -> Copy | None:
 class Realm:
     """One tenant's blocks of one namespace."""
 
-    __slots__ = ("fingerprint", "index", "lru", "namespace", "nvme_slot_bytes", "presence", "realm_id", "slot_bytes", "tenant", "tier_bytes", "writable")
+    __slots__ = (
+        "fingerprint",
+        "index",
+        "lru",
+        "namespace",
+        "nvme_slot_bytes",
+        "presence",
+        "realm_id",
+        "slot_bytes",
+        "tenant",
+        "tier_bytes",
+        "writable",
+    )
 
     def __init__(self, realm_id: int, tenant: Tenant, namespace: Namespace) -> None:
         self.realm_id = realm_id
@@ -132,7 +146,3 @@ class TailHeap:
             else:
                 return at, realm
         return None
-
-    def forget(self, realm: Realm) -> None:
-        """Drop a realm."""
-        self._listed.pop(realm.realm_id, None)

@@ -272,7 +272,7 @@ class SlotPool:
         return order
 
     def adopt_extent(self, group: Group, extent_id: int, slot_count: int) -> Extent:
-        """Take over an extent found after a restart. Its slots are free until the core gives them owners and calls :meth:`adopted`."""
+        """Take over an extent found after a restart. Its slots are free until they get owners and :meth:`adopted` is called."""
         extent = self._add(group, extent_id, slot_count)
         self.next_extent_id = max(self.next_extent_id, extent_id + 1)
         return extent

@@ -100,7 +100,7 @@ class Space:
             else:
                 first = dirty.first()
                 if first is None:
-                    return Reason.QUOTA
+                    return Reason.BUSY if tenant.leaving_bytes[tier] else Reason.QUOTA
                 if state.can_demote(first[1], tier, now):
                     self.hungry[first[1].realm_id] = first[1]
                     return Reason.BUSY

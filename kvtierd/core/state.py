@@ -180,7 +180,7 @@ class CoreState:
 
     def next_pause_end_s(self) -> list[float]:
         """When pauses end; of the realms' the first."""
-        return [until for until, _ in self.suspended.values()] + [until for until in itertools.islice(self.paused.values(), 1)]
+        return [until for until, _ in self.suspended.values()] + list(itertools.islice(self.paused.values(), 1))
 
     # ---- the mutator
 
@@ -238,7 +238,9 @@ class CoreState:
             self._link(copy)
         for upper in block.copies():
             # The first lower copy makes an upper one clean.
-            if upper.tier < tier and upper.state is CopyState.READY and block.mask >> (upper.tier + 1) == 1 << (tier - upper.tier - 1):
+            if upper.tier >= tier or upper.state is not CopyState.READY:
+                continue
+            if block.mask >> (upper.tier + 1) == 1 << (tier - upper.tier - 1):
                 self.dirty_bytes[upper.tier] -= block.realm.tier_bytes[upper.tier]
                 if upper.lru is not None:
                     upper.lru.remove(upper)
@@ -349,8 +351,9 @@ class CoreState:
         """A tenant's realms by their oldest copy that exists below, and by their oldest that does not."""
         heaps = self._quota_order.get((tenant.name, tier))
         if heaps is None:
-            heaps = TailHeap(lambda r: _used_at_s(r.lru[tier].oldest_clean())), TailHeap(lambda r: _used_at_s(r.lru[tier].dirty.oldest))
-            self._quota_order[(tenant.name, tier)] = heaps
+            clean = TailHeap(lambda r: _used_at_s(r.lru[tier].oldest_clean()))
+            dirty = TailHeap(lambda r: _used_at_s(r.lru[tier].dirty.oldest))
+            heaps = self._quota_order[(tenant.name, tier)] = clean, dirty
         return heaps
 
     def nvme_heap(self, realm: Realm) -> TailHeap:

@@ -296,7 +296,8 @@ class TierCore:
                 continue
             blocks.append(block)
             copy = block.cpu
-            if copy is not None and copy.state is CopyState.READY and (not session.held_bytes or session.held_bytes + size <= limit):
+            may_hold = not session.held_bytes or session.held_bytes + size <= limit
+            if copy is not None and copy.state is CopyState.READY and may_hold:
                 session.ticket_bytes += size
                 entries.append(Entry.READY)
             else:
@@ -445,7 +446,7 @@ class TierCore:
         """Keys of a realm that :meth:`evict_keys` would act on; the shell evicts them in portions."""
         return [k for k, b in realm.index.items() if b.used_at_s <= now - idle_s and (tier is None or b.copy_on(tier) is not None)]
 
-    def pin(self, now: float, realms: list[Realm], keys: list[bytes], expires_s: float) -> PinTicket:
+    def pin(self, now: float, realms: list[Realm], keys: list[bytes], expires_s: float) -> PinTicket:  # noqa: ARG002 - every event has the time
         """Keep the fastest copy of each held key in place until ``expires_s`` (a time, not a duration).
 
         The realms are one tenant's when a client asks; an operator may name several.
@@ -463,8 +464,9 @@ class TierCore:
             held = sum(p.size_bytes[tier] for p in self.pins.values())
             limit = int(state.config.max_ticket_share * state.config.capacity_bytes[tier])
             if size[tier] and held + size[tier] > limit:
+                would = held + size[tier]
                 raise RequestError(
-                    Reason.LIMIT, f"pins would hold {held + size[tier]} bytes of {tier.name}; at most {limit}: unpin or pin fewer keys"
+                    Reason.LIMIT, f"pins would hold {would} bytes of {tier.name}; at most {limit}: unpin or pin fewer keys"
                 )
         ticket = PinTicket(next(state.ids), {r.tenant.name for r in realms}, copies, expires_s, size)
         for copy in copies:

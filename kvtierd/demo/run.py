@@ -282,4 +282,3 @@ def verdict(options: Options, progress: Progress, figures: dict[str, Any]) -> st
     if options.kill and options.nvme_bytes and not figures["nvme_hits_after_restart"]:
         return "nothing was loaded from NVMe after the restart"
     return ""
-

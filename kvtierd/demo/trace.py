@@ -69,9 +69,7 @@ def _parse(line: str, where: str) -> tuple[float, tuple[int, ...]]:
         row = json.loads(line)
         at_ms, length, ids = row["timestamp"], row["input_length"], row["hash_ids"]
     except (ValueError, KeyError, TypeError) as e:
-        raise TraceError(
-            f"{where}: not a JSON object with timestamp, input_length and hash_ids ({type(e).__name__}: {e})"
-        ) from e
+        raise TraceError(f"{where}: not a JSON object with timestamp, input_length and hash_ids ({type(e).__name__}: {e})") from e
     is_number = isinstance(at_ms, int | float) and isinstance(length, int)
     if not (is_number and isinstance(ids, list) and all(isinstance(i, int) for i in ids)):
         raise TraceError(f"{where}: timestamp and input_length are numbers, hash_ids is a list of whole numbers")

@@ -77,7 +77,9 @@ def _hits(progress: Progress) -> str:
 
 def _picture(progress: Progress) -> Group:
     grid = Table.grid(padding=(0, 1))
-    grid.add_row("requests", ProgressBar(progress.total, len(progress.outcomes), width=50), f"{len(progress.outcomes)}/{progress.total}")
+    grid.add_row(
+        "requests", ProgressBar(progress.total, len(progress.outcomes), width=50), f"{len(progress.outcomes)}/{progress.total}"
+    )
     sample = progress.samples[-1] if progress.samples else None
     for tier in TIERS:
         used = sample.used_bytes.get(tier, 0) if sample else 0
@@ -103,7 +105,10 @@ def result_table(figures: dict[str, Any]) -> Table:
     wrong = figures["wrong_bytes"]
     rows = [
         ("requests", f"{figures['requests']:,} ({figures['blocks_asked']:,} blocks asked for)"),
-        ("prefix hit ratio", f"{figures['prefix_hit_ratio']:.1%} (a cache that forgets nothing: {figures['ideal_prefix_hit_ratio']:.1%})"),
+        (
+            "prefix hit ratio",
+            f"{figures['prefix_hit_ratio']:.1%} (a cache that forgets nothing: {figures['ideal_prefix_hit_ratio']:.1%})",
+        ),
         ("  from CPU", f"{by_tier['cpu']:.1%}"),
         ("  from NVMe", f"{by_tier['nvme']:.1%}"),
         ("saved", f"{figures['saved_gb']:.2f} GB at {figures['save_gb_per_s']:.2f} GB/s a client"),
@@ -111,7 +116,10 @@ def result_table(figures: dict[str, Any]) -> Table:
         ("demotions", f"{figures['demotions']:,} blocks"),
         ("promotions", f"{figures['promotions']:,} blocks"),
         ("evictions", f"{figures['evictions']:,} copies"),
-        ("restarts survived", f"{figures['restarts_survived']} ({figures['nvme_hits_after_restart']:,} blocks from NVMe afterwards)"),
+        (
+            "restarts survived",
+            f"{figures['restarts_survived']} ({figures['nvme_hits_after_restart']:,} blocks from NVMe afterwards)",
+        ),
         ("wrong bytes", f"[bold {'green' if not wrong else 'red'}]{wrong}[/]"),
     ]
     for name, value in rows:
@@ -134,7 +142,11 @@ def plot(progress: Progress, path: Path) -> None:
         axes.axhline(capacity, color=colour, linestyle=":", linewidth=1)
     if progress.killed_at_s is not None:
         axes.axvspan(progress.killed_at_s, progress.back_at_s or progress.killed_at_s, color="tab:red", alpha=0.3)
-        axes.annotate("killed and restarted", (progress.killed_at_s, 0.5), xycoords=("data", "axes fraction"), rotation=90, ha="right")
+        axes.annotate(
+            "killed and restarted", (progress.killed_at_s, 0.5), xycoords=("data", "axes fraction"), rotation=90, ha="right"
+        )
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
     axes.set_xlabel("seconds")
     axes.set_ylabel("MiB in use (dotted: capacity)")
     axes.set_title("kvtierd demo: occupancy of the tiers")

@@ -1,0 +1,1 @@
+"""The daemon's sockets: gRPC, descriptors, metrics; start, supervision and shutdown."""

@@ -11,7 +11,7 @@ import grpc
 
 from kvtierd import __version__
 from kvtierd.config import Config
-from kvtierd.core.block import Block, CopyState
+from kvtierd.core.block import Block
 from kvtierd.core.realm import Realm
 from kvtierd.errors import Reason, RequestError
 from kvtierd.model import Tier, split_keys

@@ -22,9 +22,7 @@ class RuntimeAuthority:
         # The socket's permissions say whether other users are meant to come in at all.
         self._others = bool(runtime.config.server.socket_mode & 0o066)
 
-    def join(
-        self, session: bytes, shard: int, pins_memory: bool, numa_node: int, pid: int, uid: int, conn_id: int
-    ) -> JoinGrant:
+    def join(self, session: bytes, shard: int, pins_memory: bool, numa_node: int, pid: int, uid: int, conn_id: int) -> JoinGrant:
         """Let a process into its session. Raises RequestError to refuse."""
         if uid not in (os.getuid(), 0) and not self._others:
             raise RequestError(Reason.PERMISSION, f"user {uid} may not join; set server.socket_mode to let other users in")

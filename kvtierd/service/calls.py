@@ -170,9 +170,7 @@ class Calls:
         """See ``KvTierService.Pin``."""
         realm = await self._realm(attached, request.tenant)
         ticket = self._rt.pin([realm], split_keys(request.keys), checked_expiry(request.expires_s))
-        return pb.PinResponse(
-            boot_epoch=self._epoch, ticket=ticket.ticket_id if ticket.copies else 0, pinned=len(ticket.copies)
-        )
+        return pb.PinResponse(boot_epoch=self._epoch, ticket=ticket.ticket_id if ticket.copies else 0, pinned=len(ticket.copies))
 
     def unpin(self, attached: Attached, request: pb.UnpinRequest) -> pb.UnpinResponse:
         """See ``KvTierService.Unpin``."""

@@ -113,9 +113,7 @@ class KvTierServicer(kvtier_pb2_grpc.KvTierServiceServicer):
 
         async def work() -> None:
             attached = self._calls.session(request.session)
-            ticket = await self._calls.begin_load(
-                attached, request.tenant, request.keys, request.deadline_ms, each=request.each
-            )
+            ticket = await self._calls.begin_load(attached, request.tenant, request.keys, request.deadline_ms, each=request.each)
             async for step in self._calls.load_steps(ticket):
                 await context.write(step)
 
@@ -162,9 +160,7 @@ class KvTierServicer(kvtier_pb2_grpc.KvTierServiceServicer):
         async def work() -> None:
             attached = self._calls.session(request.session)
             split_keys(request.keys)
-            ticket = await self._calls.begin_load(
-                attached, request.tenant, request.keys, request.deadline_ms, each=request.each
-            )
+            ticket = await self._calls.begin_load(attached, request.tenant, request.keys, request.deadline_ms, each=request.each)
             shards = ticket.realm.namespace.shard_bytes
             reason = 0
             try:

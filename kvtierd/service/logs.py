@@ -14,7 +14,12 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Format one record."""
-        line = {"ts": round(record.created, 6), "level": record.levelname.lower(), "logger": record.name, "msg": record.getMessage()}
+        line = {
+            "ts": round(record.created, 6),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "msg": record.getMessage(),
+        }
         if record.exc_info:
             line["exc"] = self.formatException(record.exc_info)
         return json.dumps(line)

@@ -182,7 +182,9 @@ class Metrics(Collector):
         self.move_seconds_vec = self._histogram("move", "Time to move a batch of blocks between two tiers.", _MOVE_S, *edge)
         io_errors = counter("io_errors", "I/O operations that a device refused.", "tier", "op")
         self._checksum_failures = counter("checksum_failures", "Copies that failed verification when they were read.").cell()
-        self._nvme_written = counter("nvme_written_bytes", "Bytes of slots written to NVMe, headers included; journals come on top.").cell()
+        self._nvme_written = counter(
+            "nvme_written_bytes", "Bytes of slots written to NVMe, headers included; journals come on top."
+        ).cell()
         self._nvme_read = counter("nvme_read_bytes", "Bytes read from NVMe, headers included.").cell()
         checkpoints = counter("checkpoints", "Snapshots of the NVMe index, by result.", "result")
         self._checkpoints = {True: checkpoints.cell("ok"), False: checkpoints.cell("error")}

@@ -1,0 +1,1 @@
+"""Stores and processes for tests, the demo and the benchmarks."""

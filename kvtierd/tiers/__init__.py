@@ -1,0 +1,1 @@
+"""Where bytes are: CPU memory extents and NVMe segments."""

@@ -259,9 +259,13 @@ class CpuPool:
         return True
 
     def _blank_size(self) -> int:
-        """Bytes of the next blank; 0 for none. Odds and ends are left until they are all that there is. Under the lock."""
+        """Bytes of the next blank; 0 for none. Under the lock.
+
+        One blank may be smaller than an extent; more odds and ends wait until they make a whole one.
+        """
         room = self._room() // PAGE_BYTES * PAGE_BYTES
-        if self._closed or room <= 0 or (room < self._blank_bytes_each and self._blanks):
+        odd = any(blank.size_bytes < self._blank_bytes_each for blank in self._blanks)
+        if self._closed or room <= 0 or (room < self._blank_bytes_each and odd):
             return 0
         return min(room, self._blank_bytes_each)
 

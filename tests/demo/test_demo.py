@@ -83,7 +83,9 @@ def test_missing_trace_and_unwritable_plot(tmp_path: Path) -> None:
 
 
 def test_small_demo_end_to_end(tmp_path: Path) -> None:
-    shown = run_demo(tmp_path, "--limit", "60", "--seconds", "6", "--cpu-capacity", "64MiB", "--nvme-capacity", "400MiB", "--plot", "p.png")
+    shown = run_demo(
+        tmp_path, "--limit", "60", "--seconds", "6", "--cpu-capacity", "64MiB", "--nvme-capacity", "400MiB", "--plot", "p.png"
+    )
     assert shown.returncode == 0, shown.stderr
     figures = json.loads(shown.stdout)
     assert figures["wrong_bytes"] == 0

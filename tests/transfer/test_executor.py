@@ -5,7 +5,7 @@ Method: a store whose calls wait until the test lets them go, so that the order 
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -66,10 +66,12 @@ def command(priority: Priority, *names: str, size: int = SIZE) -> StartMoves:
     return StartMoves(src, dst, priority, tuple(moves))
 
 
-async def until(condition: object) -> None:
-    async with asyncio.timeout(30):
-        while not condition():  # type: ignore[operator]
-            await asyncio.sleep(0.001)
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(30_000):
+        if condition():
+            return
+        await asyncio.sleep(0.001)
+    pytest.fail("the condition did not come true within 30 s")
 
 
 def names(store: GatedStore) -> list[str]:
