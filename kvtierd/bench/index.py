@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvtierd.bench.daemon import BenchDaemon, Tables, drain, need_space, status
 from kvtierd.bench.measure import MIB, BenchError, Report, Row, digits, median, percentile
@@ -56,9 +57,17 @@ class IndexPlan:
 
 
 def make_keys(first: int, count: int) -> bytes:
-    """Packed keys that look like hashes: the same for the same numbers."""
+    """Packed keys for numbers from ``first`` on: as uneven as real hashes, so that they collide in a table as those do.
+
+    A mere multiple of the number would not do: such keys spread evenly, and flatter whatever index looks them up.
+    """
     numbers = np.arange(first, first + count, dtype=np.uint64)
-    mixed = np.stack([(numbers + np.uint64(i)) * np.uint64(0x9E37_79B9_7F4A_7C15 + 2 * i) for i in range(KEY_BYTES // 8)], axis=1)
+    words = KEY_BYTES // 8
+    mixed: NDArray[np.uint64] = (numbers[:, None] * np.uint64(words) + np.arange(words, dtype=np.uint64)) * np.uint64(
+        0x9E37_79B9_7F4A_7C15
+    )
+    for shift, factor in ((30, 0xBF58_476D_1CE4_E5B9), (27, 0x94D0_49BB_1331_11EB), (31, 1)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
     return mixed.tobytes()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import shlex
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from kvtierd import __version__
+import kvtierd
 from kvtierd.errors import KvtierdError
 
 GB: Final = 1e9
@@ -142,6 +143,21 @@ def filesystem_of(folder: Path) -> str:
     return found
 
 
+def source_digest() -> str:
+    """12 hex digits that change with any Python file of the package: a version number does not tell two working copies apart."""
+    root = Path(kvtierd.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
+
+
+def close_environment(found: dict[str, Any]) -> None:
+    """Add what is known at the end of a run, and whether the code stayed the same: each daemon runs what it found at its start."""
+    found["load_average_after"] = [digits(x, 3) for x in os.getloadavg()]
+    found["source_changed"] = source_digest() != found["source"]
+
+
 def environment(folder: Path | None) -> dict[str, Any]:
     """The machine and versions, for the head of a result."""
     found: dict[str, Any] = {
@@ -151,7 +167,8 @@ def environment(folder: Path | None) -> dict[str, Any]:
         "memory_gib": digits(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30), 3),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "kvtierd": __version__,
+        "kvtierd": kvtierd.__version__,
+        "source": source_digest(),
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": shlex.join(["kvtierd", *sys.argv[1:]]),
         "load_average_before": [digits(x, 3) for x in os.getloadavg()],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from kvtierd.bench.copies import CopyPlan
 from kvtierd.bench.daemon import BenchDaemon, Tables, need_space, status, work_folder
 from kvtierd.bench.disk import DiskPlan
 from kvtierd.bench.index import IndexPlan
-from kvtierd.bench.measure import MIB, BenchError, Report, digits, environment
+from kvtierd.bench.measure import MIB, BenchError, Report, close_environment, digits, environment
 from kvtierd.errors import DaemonUnavailableError
 
 PARTS: Final = ("save", "load", "lookup", "nvme", "index")
@@ -106,7 +105,7 @@ def run(options: BenchOptions, progress: Callable[[str], None] = lambda _text: N
         with work_folder(options.folder) as folder:
             report.put("environment", value=environment(folder))
             _run_own(options, folder, report, progress)
-    report.put("environment", "load_average_after", value=[digits(x, 3) for x in os.getloadavg()])
+    close_environment(report.values["environment"])
     report.put("environment", "took_s", value=digits(time.perf_counter() - began_s))
     return report
 

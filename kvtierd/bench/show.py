@@ -18,6 +18,8 @@ def show(report: Report, console: Console) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    if env["source_changed"]:
+        console.print("[red]The code of kvtierd changed during this run: the figures belong to no single version.[/red]")
     speeds = [row for row in report.rows if row.unit == "GB/s"]
     others = [row for row in report.rows if row.unit != "GB/s"]
     if speeds:

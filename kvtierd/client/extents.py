@@ -171,23 +171,23 @@ class ExtentMap:
                     known = self._pending[extent_id] = Future()
                     ask.append(extent_id)
                 waits.append(known)
-        for start in range(0, len(ask), MAX_EXTENTS_PER_PACKET):
-            self._ask(ask[start : start + MAX_EXTENTS_PER_PACKET], until_s)
+        try:
+            for start in range(0, len(ask), MAX_EXTENTS_PER_PACKET):
+                self._ask(ask[start : start + MAX_EXTENTS_PER_PACKET], until_s)
+        except DaemonUnavailableError as e:
+            self._settle(dict.fromkeys(ask, e))  # whoever waits for one of them may ask again
+            raise
         return [wait if isinstance(wait, _Extent) else _outcome(wait, until_s) for wait in waits]
 
     def _ask(self, extent_ids: list[int], until_s: float) -> None:
         request = pb.DescriptorRequest(map=pb.MapExtents(extents=extent_ids))
-        try:
-            with self._send_lock:
-                self._requests.append(extent_ids)  # first, for the answer may come at once
-                try:
-                    self._socket.send(request, until_s)
-                except BaseException:
-                    self._requests.pop()
-                    raise
-        except DaemonUnavailableError as e:
-            self._settle(dict.fromkeys(extent_ids, e))
-            raise
+        with self._send_lock:
+            self._requests.append(extent_ids)  # first, for the answer may come at once
+            try:
+                self._socket.send(request, until_s)
+            except BaseException:
+                self._requests.pop()
+                raise
 
     def _settle(self, outcomes: dict[int, _Extent | RequestError | DaemonUnavailableError]) -> None:
         """Publish what was mapped, and answer those who wait."""

@@ -72,6 +72,11 @@ class Mover:
         }
 
     @property
+    def has_waiting(self) -> bool:
+        """True when keys wait for a promotion that has not started; they are tried again at every tick too."""
+        return any(self._queues.values())
+
+    @property
     def ttl_goes_on(self) -> bool:
         """True when the next tick can apply more TTLs at once; while writes are in flight their results bring it on."""
         return self.ttl_due and not self._down_is_full()

@@ -135,6 +135,7 @@ class SlotPool:
         """Extents that drain and still hold something."""
         self._asked_s = float("-inf")
         """When an extent was last sent away for another group."""
+        self._made_since_order = False
         self._coldest: tuple[float, list[Extent]] = (float("-inf"), [])
 
     def group(self, key: Hashable, slot_bytes: int, shard: int, realm_id: int) -> Group:
@@ -180,6 +181,7 @@ class SlotPool:
         extent = Extent(extent_id, group, slot_count, [None] * slot_count)
         self.extents[extent_id] = group.extents[extent_id] = group.open[extent_id] = extent
         self.reserved_bytes += extent.size_bytes
+        self._made_since_order = True
         return extent
 
     def set_owner(self, slot: int, copy: Copy) -> None:
@@ -256,18 +258,23 @@ class SlotPool:
 
     def coldest_extent(self, now: float, before_s: float, is_own: Callable[[Group], bool]) -> Extent | None:
         """Somebody else's extent whose last use is the longest ago, and before ``before_s``."""
-        for extent in self.by_coldness(now):
-            if extent.used_at_s >= before_s:
+        for anew in (False, True):
+            for extent in self.by_coldness(now, anew=anew):
+                if extent.used_at_s >= before_s:
+                    return None
+                if not extent.draining and extent.extent_id in self.extents and not is_own(extent.group):
+                    return extent
+            if not self._made_since_order:
                 break
-            if not extent.draining and extent.extent_id in self.extents and not is_own(extent.group):
-                return extent
+            # The remembered order names none, but extents were made since: look at those too.
         return None
 
-    def by_coldness(self, now: float) -> list[Extent]:
-        """Extents, coldest first; the order is worked out at most once a second of ``now``, so that it costs little."""
+    def by_coldness(self, now: float, *, anew: bool = False) -> list[Extent]:
+        """Extents, coldest first; unless ``anew``, worked out at most once a second of ``now``, so that it costs little."""
         at, order = self._coldest
-        if not at <= now < at + 1.0:
+        if anew or not at <= now < at + 1.0:
             order = sorted(self.extents.values(), key=lambda e: e.used_at_s)
+            self._made_since_order = False
             self._coldest = (now, order)
         return order
 

@@ -525,6 +525,8 @@ class TierCore:
         if self._alarms:
             due.append(self._alarms[0][0])
         due.extend(state.next_pause_end_s())
+        if self._mover.has_waiting:
+            due.append(self._last_tick_s + RETRY_TICK_S)
         return max(min(due), self._last_tick_s + MIN_TICK_S) if due else None
 
     def tick(self, now: float) -> None:

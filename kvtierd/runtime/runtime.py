@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Final, Protocol
@@ -37,6 +38,7 @@ FLUSH_INTERVAL_S: Final = 0.2
 SNAPSHOT_CHUNK: Final = 4096
 """Copies gathered for a snapshot in one go of the event loop."""
 EVICT_CHUNK: Final = 4096
+RETRY_S: Final = 0.25
 RECOVER_CHUNK: Final = 20_000
 MAX_TENANT_NAME: Final = 128
 
@@ -55,7 +57,7 @@ class Runtime:
         self.config = config
         self.now = clock
         self.started_s = clock()
-        self.boot_epoch = time.time_ns() & 0x7FFF_FFFF_FFFF_FFFF
+        self.boot_epoch = secrets.randbits(63) | 1  # no clock can make two boots look alike
         self.sessions = Sessions(config.server.max_sessions)
         self.cpu = CpuPool(config.cpu)
         self.nvme: NvmeStore | None = None
@@ -70,6 +72,8 @@ class Runtime:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at_s = float("inf")
         self._applying = False
+        self._background: set[asyncio.Task[None]] = set()
+        """Extents on their way out; no more than there are extents."""
 
     # ---- start and stop
 
@@ -110,6 +114,8 @@ class Runtime:
         if self._timer is not None:
             self._timer.cancel()
         await asyncio.to_thread(self.executor.close)
+        if self._background:
+            await asyncio.gather(*self._background, return_exceptions=True)
         if self.nvme is not None:
             try:
                 await self.checkpoint()
@@ -196,12 +202,17 @@ class Runtime:
             self.nvme.drop_extent(command.extent_id)
             self.core.extent_released(self.now(), Tier.NVME, command.extent_id)
             return
-        # The memory is given back at once; it counts until no client can have it registered with a device any more.
-        self.cpu.retire(command.extent_id)
+        task = asyncio.get_running_loop().create_task(self._retire_cpu(command.extent_id))
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _retire_cpu(self, extent_id: int) -> None:
+        """Give an extent's memory back; it counts until no client can have it registered with a device any more."""
+        await asyncio.to_thread(self.cpu.retire, extent_id)  # takes the kernel milliseconds
         if self.revoker is None:
-            self.extent_released(command.extent_id)
+            self.extent_released(extent_id)
         else:
-            self.revoker.revoke([command.extent_id])
+            self.revoker.revoke([extent_id])
 
     def extent_released(self, extent_id: int) -> None:
         """No process holds a retired CPU extent any more."""
@@ -289,10 +300,13 @@ class Runtime:
         until_s = self.now() + wait_s
         while True:
             if not space.is_set():
+                left_s = until_s - self.now()
                 try:
-                    await asyncio.wait_for(space.wait(), max(until_s - self.now(), 0.001))
+                    # Extents change hands without a slot coming free, so the question is also asked anew from time to time.
+                    await asyncio.wait_for(space.wait(), max(min(left_s, RETRY_S), 0.001))
                 except TimeoutError:
-                    return grant
+                    if left_s <= RETRY_S:
+                        return grant
             space = self._space
             grant = self.core.save(self.now(), attached.core, realm, keys)
             self.apply()

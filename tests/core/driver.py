@@ -1,0 +1,220 @@
+"""Everything that can happen to a core, as operations that take small numbers; used by the machine and by fuzzing."""
+
+from __future__ import annotations
+
+from kvtierd.core.commands import Priority
+from kvtierd.core.realm import Realm, Tenant
+from kvtierd.core.tickets import ReadTicket, Session
+from kvtierd.errors import Reason, RequestError
+from kvtierd.model import Result, Tier
+from tests.core.shell import KIB, Shell, config, key_of
+
+KEYS = 40
+SHAPES = [(4096,), (8192,), (4096, 4096), (4096, 12_288, 1)]
+WRITE_FAULTS = [Result.NO_SPACE, Result.IO_ERROR]
+READ_FAULTS = [Result.CORRUPT, Result.IO_ERROR]
+
+
+def _pick(items: list, n: int):  # type: ignore[no-untyped-def, type-arg]
+    return items[n % len(items)] if items else None
+
+
+class Driver:
+    """One run: a shell, its realms, and what is open."""
+
+    def __init__(
+        self, cpu: int, nvme: int, hbm: int, ttl: bool, quota: bool, late: bool, promote: int, share: float, extent: int = 64
+    ) -> None:
+        """Sizes in KiB."""
+        limits = {"b": Tenant("b", [16 * KIB, 96 * KIB, 128 * KIB], [5.0, 8.0, 60.0])} if quota else {}
+        self.shell = Shell(
+            config(
+                cpu * KIB, nvme * KIB, hbm * KIB, extent * KIB,
+                ttl_s=(3.0, 20.0, None) if ttl else (30.0, 600.0, None),
+                max_promote_bytes=promote * KIB, max_demote_bytes=64 * KIB, max_ticket_share=share, max_tickets=12,
+            ),
+            limits,
+            release_late=late,
+        )  # fmt: skip
+        self.realms: list[Realm] = [self.shell.realm(*shape, tenant=t) for t in "ab" for shape in SHAPES]
+        self.sessions: list[Session] = []
+        self.faulty = False
+        # A slot of one page takes two on NVMe, and a quota bounds what can be written down too.
+        self.all_fits_below = not quota and (nvme >= 4 * (cpu + hbm) or not (nvme or hbm))
+
+    def realm(self, n: int) -> Realm:
+        """Realm number n."""
+        return self.realms[n % len(self.realms)]
+
+    def session(self, n: int) -> Session:
+        """Session number n of those that are there; one is made when there is none."""
+        if not self.sessions:
+            self.sessions.append(self.shell.attach(self.realm(n)))
+        return self.sessions[n % len(self.sessions)]
+
+    def attach(self, n: int) -> None:
+        """Begin a session."""
+        if len(self.sessions) < 5:
+            self.sessions.append(self.shell.attach(self.realm(n)))
+
+    def detach(self, n: int) -> None:
+        """End a session."""
+        if self.sessions:
+            self.shell.detach(self.sessions.pop(n % len(self.sessions)))
+
+    def keys(self, first: int, count: int) -> list[bytes]:
+        """Keys that follow each other."""
+        return [key_of((first + i) % KEYS) for i in range(count)]
+
+    def save(self, s: int, r: int, first: int, count: int) -> None:
+        """Ask for slots."""
+        self._limited(lambda: self.shell.save(self.session(s), self.realm(r), self.keys(first, count)))
+
+    def put(self, s: int, r: int, first: int, count: int) -> None:
+        """Save and commit at once."""
+        self._limited(lambda: self.shell.put(self.session(s), self.realm(r), self.keys(first, count)))
+
+    def commit(self, t: int, some: int) -> None:
+        """Commit all or some of a ticket."""
+        ticket_id = _pick(list(self.shell.saves), t)
+        if ticket_id is not None:
+            self.shell.commit(ticket_id, self._some(list(self.shell.saves[ticket_id].open), some))
+
+    def abort(self, t: int, some: int) -> None:
+        """Abort all or some of a ticket."""
+        ticket_id = _pick(list(self.shell.saves), t)
+        if ticket_id is not None:
+            self.shell.abort(ticket_id, self._some(list(self.shell.saves[ticket_id].open), some))
+
+    @staticmethod
+    def _some(indexes: list[int], some: int) -> list[int] | None:
+        chosen = [i for i in indexes if some >> (i % 8) & 1]
+        return chosen or None
+
+    def load(self, s: int, r: int, first: int, count: int, each: bool, wait_s: float) -> None:
+        """Begin a load."""
+        self._limited(lambda: self.shell.load(self.session(s), self.realm(r), self.keys(first, count), wait_s, each=each))
+
+    def collect(self, t: int) -> None:
+        """Take what is readable."""
+        load = _pick(list(self.shell.loads.values()), t)
+        if load is not None:
+            self.shell.collect(load.ticket)
+
+    def release(self, t: int, some: int) -> None:
+        """Release all or some of what was taken."""
+        load = _pick(list(self.shell.loads.values()), t)
+        if load is not None:
+            still = [i for i in load.taken if load.ticket.entries[i] == 3]
+            self.shell.release(load.ticket, (self._some(still, some) if some else None) if still else None)
+
+    def abandon(self, t: int) -> None:
+        """The caller of a load goes away; what it took stays until the session ends."""
+        load = _pick(list(self.shell.loads.values()), t)
+        if load is not None:
+            self.shell.core.abandon(self.shell.now, load.ticket)
+            self.shell.run()
+
+    def prefetch(self, s: int, r: int, first: int, count: int, wait_s: float) -> None:
+        """Begin a prefetch."""
+        self._limited(lambda: self.shell.prefetch(self.session(s), self.realm(r), self.keys(first, count), wait_s))
+
+    def cancel(self, s: int, t: int) -> None:
+        """Cancel a prefetch."""
+        session = self.session(s)
+        ticket = _pick([x for x in session.tickets.values() if isinstance(x, ReadTicket) and x.prefetch], t)
+        if ticket is not None:
+            self.shell.core.cancel(self.shell.now, session, ticket.ticket_id)
+            self.shell.run()
+
+    def evict(self, r: int, first: int, count: int, tier: Tier | None) -> None:
+        """Evict keys."""
+        self.shell.evict(self.realm(r), self.keys(first, count), tier)
+
+    def pin(self, r: int, first: int, count: int, wait_s: float) -> None:
+        """Pin keys."""
+        self._limited(lambda: self.shell.pin(self.realm(r), self.keys(first, count), wait_s))
+
+    def unpin(self, t: int) -> None:
+        """Take a pin back."""
+        ticket_id = _pick(list(self.shell.core.pins), t)
+        if ticket_id is not None:
+            self.shell.core.unpin(self.shell.now, ticket_id)
+            self.shell.run()
+
+    def put_hbm(self, r: int, key: int) -> None:
+        """Put a block into HBM."""
+        if self.shell.config.capacity_bytes[Tier.HBM]:
+            self.shell.put_hbm(self.realm(r), key_of(key % KEYS))
+
+    def finish(self, m: int, fault: int) -> None:
+        """End a move."""
+        move_id = _pick(list(self.shell.moves), m)
+        if move_id is not None:
+            up = self.shell.moves[move_id][0].priority is not Priority.DEMOTE
+            faults = READ_FAULTS if up else WRITE_FAULTS
+            self.faulty |= bool(fault)
+            self.shell.finish(move_id, faults[fault - 1] if 1 <= fault <= 2 else Result.OK)
+
+    def release_extent(self, n: int) -> None:
+        """A retired extent is let go."""
+        place = _pick(list(self.shell.unreleased), n)
+        if place is not None:
+            self.shell.release_extent(*place)
+            self.shell.run()
+
+    def drain(self, on: bool) -> None:
+        """Switch draining."""
+        self.shell.drain(on=on)
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass."""
+        self.shell.wait(seconds)
+
+    @staticmethod
+    def _limited(call) -> None:  # type: ignore[no-untyped-def]
+        try:
+            call()
+        except RequestError as e:
+            if e.reason is not Reason.LIMIT:
+                raise
+
+    def check(self) -> None:
+        """Check everything that can be checked between two events."""
+        shell = self.shell
+        shell.check()
+        limit = shell.config.max_ticket_share * shell.config.capacity_bytes[Tier.CPU]
+        for session in self.sessions:
+            assert session.ticket_bytes <= max(limit, max(r.tier_bytes[Tier.CPU] for r in self.realms))
+        up = [m.size_bytes for m, _ in shell.moves.values() if m.priority is not Priority.DEMOTE]
+        assert len(up) <= 1 or sum(up) <= shell.config.max_promote_bytes
+        if not shell.core.state.counts.evictions:
+            for realm_id, key in shell.version.keys() - shell.evicted:
+                assert shell.core.lookup(shell.core.state.realms[realm_id], [key])[0], "nothing is lost without an eviction"
+
+    def settle(self) -> None:
+        """Everybody leaves and faults stop: everything must come to rest."""
+        shell = self.shell
+        core = shell.core
+        while self.sessions:
+            self.detach(0)
+        shell.drain(on=True)
+        for _ in range(200):
+            shell.finish_all()
+            shell.release_all()
+            shell.wait(1.0)
+            if not shell.moves and not (core.undrained_bytes and self.all_fits_below) and not core.pins and not shell.unreleased:
+                break
+        shell.finish_all()
+        shell.check()
+        if self.all_fits_below:
+            assert core.undrained_bytes == 0
+        assert not shell.moves and not shell.writers and not shell.readers
+        assert core.state.pinned_bytes == [0, 0, 0]
+        assert sum(core.snapshot().queue_depth.values()) == 0
+        assert not any(e.draining for p in core.state.pools for e in p.extents.values() if not e.used), "empty extents go"
+        shell.drain(on=False)
+        ticks = shell.wait(3600.0)
+        shell.finish_all()
+        assert ticks < 7200, f"{ticks} ticks in an idle hour"
+        shell.check()

@@ -1,0 +1,214 @@
+"""Random histories of a core against real contents."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvtierd.model import Tier
+from tests.core.driver import Driver
+
+NUMBER = st.integers(0, 999)
+COUNT = st.integers(1, 12)
+SOME = st.integers(0, 255)
+WAIT = st.sampled_from([0.0, 0.01, 0.5, 3.0, 8.0])
+
+
+class CoreMachine(RuleBasedStateMachine):
+    """Goal: whatever clients, devices and the clock do, no slot has two users, no bytes are wrong, no limit is passed, and
+    everything comes to rest at the end.
+
+    Method: a driver with real contents does one thing after the other and checks itself and the core after each. At the end
+    all sessions leave, faults stop, and time passes.
+    """
+
+    driver: Driver
+
+    @initialize(
+        cpu=st.sampled_from([64, 128, 512, 1024]),
+        nvme=st.sampled_from([0, 128, 1024, 8192]),
+        hbm=st.sampled_from([0, 0, 128]),
+        ttl=st.booleans(),
+        quota=st.booleans(),
+        late=st.booleans(),
+        promote=st.sampled_from([4, 64, 1024]),
+        share=st.sampled_from([0.25, 0.5, 1.0]),
+        extent=st.sampled_from([16, 64]),
+    )
+    def start(
+        self, cpu: int, nvme: int, hbm: int, ttl: bool, quota: bool, late: bool, promote: int, share: float, extent: int
+    ) -> None:
+        self.driver = Driver(cpu, nvme, hbm, ttl, quota, late, promote, share, extent)
+
+    @rule(n=NUMBER)
+    def attach(self, n: int) -> None:
+        self.driver.attach(n)
+
+    @rule(n=NUMBER)
+    def detach(self, n: int) -> None:
+        self.driver.detach(n)
+
+    @rule(s=NUMBER, r=NUMBER, first=NUMBER, count=COUNT)
+    def save(self, s: int, r: int, first: int, count: int) -> None:
+        self.driver.save(s, r, first, count)
+
+    @rule(s=NUMBER, r=NUMBER, first=NUMBER, count=COUNT)
+    def put(self, s: int, r: int, first: int, count: int) -> None:
+        self.driver.put(s, r, first, count)
+
+    @precondition(lambda self: self.driver.shell.saves)
+    @rule(t=NUMBER, some=SOME)
+    def commit(self, t: int, some: int) -> None:
+        self.driver.commit(t, some)
+
+    @precondition(lambda self: self.driver.shell.saves)
+    @rule(t=NUMBER, some=SOME)
+    def abort(self, t: int, some: int) -> None:
+        self.driver.abort(t, some)
+
+    @rule(s=NUMBER, r=NUMBER, first=NUMBER, count=COUNT, each=st.booleans(), wait_s=WAIT)
+    def load(self, s: int, r: int, first: int, count: int, each: bool, wait_s: float) -> None:
+        self.driver.load(s, r, first, count, each, wait_s)
+
+    @precondition(lambda self: self.driver.shell.loads)
+    @rule(t=NUMBER)
+    def collect(self, t: int) -> None:
+        self.driver.collect(t)
+
+    @precondition(lambda self: self.driver.shell.loads)
+    @rule(t=NUMBER, some=SOME)
+    def release(self, t: int, some: int) -> None:
+        self.driver.release(t, some)
+
+    @precondition(lambda self: self.driver.shell.loads)
+    @rule(t=NUMBER)
+    def abandon(self, t: int) -> None:
+        self.driver.abandon(t)
+
+    @rule(s=NUMBER, r=NUMBER, first=NUMBER, count=COUNT, wait_s=WAIT)
+    def prefetch(self, s: int, r: int, first: int, count: int, wait_s: float) -> None:
+        self.driver.prefetch(s, r, first, count, wait_s)
+
+    @rule(s=NUMBER, t=NUMBER)
+    def cancel(self, s: int, t: int) -> None:
+        self.driver.cancel(s, t)
+
+    @rule(r=NUMBER, first=NUMBER, count=COUNT, tier=st.sampled_from([None, *Tier]))
+    def evict(self, r: int, first: int, count: int, tier: Tier | None) -> None:
+        self.driver.evict(r, first, count, tier)
+
+    @rule(r=NUMBER, first=NUMBER, count=st.integers(1, 3), wait_s=WAIT)
+    def pin(self, r: int, first: int, count: int, wait_s: float) -> None:
+        self.driver.pin(r, first, count, wait_s)
+
+    @rule(t=NUMBER)
+    def unpin(self, t: int) -> None:
+        self.driver.unpin(t)
+
+    @rule(r=NUMBER, key=NUMBER)
+    def put_hbm(self, r: int, key: int) -> None:
+        self.driver.put_hbm(r, key)
+
+    @precondition(lambda self: self.driver.shell.moves)
+    @rule(m=NUMBER, fault=st.integers(0, 8))
+    def finish(self, m: int, fault: int) -> None:
+        self.driver.finish(m, fault)
+
+    @precondition(lambda self: self.driver.shell.unreleased)
+    @rule(n=NUMBER)
+    def release_extent(self, n: int) -> None:
+        self.driver.release_extent(n)
+
+    @rule(on=st.booleans())
+    def drain(self, on: bool) -> None:
+        self.driver.drain(on)
+
+    @rule(seconds=st.sampled_from([0.01, 0.3, 2.0, 31.0]))
+    def wait(self, seconds: float) -> None:
+        self.driver.wait(seconds)
+
+    @invariant()
+    def holds(self) -> None:
+        if hasattr(self, "driver"):
+            self.driver.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "driver"):
+            self.driver.settle()
+
+
+CoreMachine.TestCase.settings = settings(
+    max_examples=60,
+    stateful_step_count=60,
+    deadline=None,
+    derandomize=bool(os.environ.get("CI")),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+TestCoreMachine = CoreMachine.TestCase
+
+
+def _history(seed: int, steps: int) -> None:
+    r = random.Random(seed)
+    d = Driver(
+        cpu=r.choice([64, 128, 256, 512, 1024]),
+        nvme=r.choice([0, 128, 256, 1024, 4096]),
+        hbm=r.choice([0, 0, 64, 128]),
+        ttl=r.random() < 0.5,
+        quota=r.random() < 0.5,
+        late=r.random() < 0.5,
+        promote=r.choice([4, 16, 64, 1024]),
+        share=r.choice([0.25, 0.5, 1.0]),
+        extent=r.choice([16, 32, 64]),
+    )
+    faulty = r.random() < 0.6
+
+    def n(limit: int = 1000) -> int:
+        return r.randrange(limit)
+
+    operations = [
+        (8, lambda: d.put(n(), n(), n(), 1 + n(9))),
+        (5, lambda: d.save(n(), n(), n(), 1 + n(9))),
+        (5, lambda: d.commit(n(), n())),
+        (2, lambda: d.abort(n(), n())),
+        (8, lambda: d.load(n(), n(), n(), 1 + n(11), n(3) == 0, r.random() * 8)),
+        (10, lambda: d.collect(n())),
+        (6, lambda: d.release(n(), r.choice([0, n()]))),
+        (1, lambda: d.abandon(n())),
+        (4, lambda: d.prefetch(n(), n(), n(), 1 + n(11), r.random() * 8)),
+        (1, lambda: d.cancel(n(), n())),
+        (2, lambda: d.evict(n(), n(), 1 + n(5), r.choice([None, *Tier]))),
+        (1, lambda: d.pin(n(), n(), 1 + n(3), r.random() * 20)),
+        (1, lambda: d.unpin(n())),
+        (3, lambda: d.put_hbm(n(), n())),
+        (25, lambda: d.finish(n(), n(14) if faulty else 0)),
+        (3, lambda: d.release_extent(n())),
+        (1, lambda: d.drain(n(3) == 0)),
+        (8, lambda: d.wait(r.choice([0, 0.01, 0.3, 2, 30]))),
+        (1, lambda: d.attach(n())),
+        (0.5, lambda: d.detach(n())),
+    ]
+    weights = [weight for weight, _ in operations]
+    actions = [action for _, action in operations]
+    for _ in range(steps):
+        r.choices(actions, weights)[0]()
+        d.check()
+    d.settle()
+
+
+@pytest.mark.parametrize("first", range(0, 100, 10))
+def test_long_histories(first: int) -> None:
+    """Goal: what a short history cannot reach, such as full tiers that several realms fight for, holds too.
+
+    Method: seeded histories of several hundred operations with the same driver and checks as the machine's.
+    """
+    for seed in range(first, first + 10):
+        try:
+            _history(seed, 300)
+        except BaseException as e:
+            e.add_note(f"seed {seed}")
+            raise

@@ -1,0 +1,60 @@
+"""Goal: odd amounts and times do no harm: no keys, a million keys, clocks that jump.
+
+Method: a real daemon for amounts; for the wall clock, the source itself: what never reads it cannot be hurt by it.
+"""
+
+import ast
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+import kvtierd
+from kvtierd.client import Client
+from kvtierd.testing.daemon import DaemonProcess
+from tests.daemon.conftest import MIB
+
+MakeDaemon = Callable[..., DaemonProcess]
+MakeClient = Callable[..., Client]
+
+
+def test_no_keys_and_a_million_keys(make_daemon: MakeDaemon, make_client: MakeClient) -> None:
+    daemon = make_daemon(cpu={"capacity": "16MiB"})
+    client = make_client(daemon, 4096, timeout_s=60.0)
+    assert client.lookup([]).held == 0
+    assert client.save([], []).saved == 0
+    assert client.load([], []).loaded == 0
+    assert client.evict([]) == 0
+    keys = np.random.default_rng(1).integers(0, 256, (1_000_000, 32), dtype=np.uint8).tobytes()
+    first = keys[:320]
+    assert client.save(first, [bytes(4096)] * 10).saved == 10
+    assert client.lookup(keys).held == 10
+    assert client.lookup(keys, each=True).held == 10
+    assert client.prefetch(keys, deadline_s=5).held == 10
+    assert client.evict(keys) == 10
+
+
+def test_more_tenants_and_namespaces_than_extents(make_daemon: MakeDaemon, make_client: MakeClient) -> None:
+    daemon = make_daemon(cpu={"capacity": "8MiB"}, nvme={"capacity": "64MiB"})
+    keys = [os.urandom(32) for _ in range(2)]
+    clients = [make_client(daemon, MIB, tenant=f"t{i}", model=f"m{i}") for i in range(12)]
+    for number, client in enumerate(clients):
+        assert client.save(keys, [bytes([number]) * MIB] * 2, wait_s=10).rejected == {}
+    for number, client in enumerate(clients):
+        out = [np.zeros(MIB, np.uint8) for _ in keys]
+        assert client.load(keys, out).loaded == 2, "each realm gets an extent when it needs one"
+        assert all((o == number).all() for o in out)
+    cpu = daemon.status().tiers[0]
+    assert cpu.reserved_bytes <= cpu.capacity_bytes
+
+
+def test_nothing_reads_the_wall_clock() -> None:
+    wall = {("time", "time"), ("time", "time_ns"), ("datetime", "now"), ("datetime", "utcnow"), ("date", "today")}
+    rooms = ["core", "tiers", "transfer", "runtime", "service", "client"]
+    found = []
+    for path in (p for room in rooms for p in (Path(kvtierd.__file__).parent / room).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and (node.value.id, node.attr) in wall:
+                found.append(f"{path}:{node.lineno}")
+    assert not found, "deadlines, TTLs and ages use the monotonic clock, so that a jump of the wall clock changes nothing"
