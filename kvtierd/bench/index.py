@@ -63,11 +63,11 @@ def make_keys(first: int, count: int) -> bytes:
     """
     numbers = np.arange(first, first + count, dtype=np.uint64)
     words = KEY_BYTES // 8
-    mixed: NDArray[np.uint64] = (numbers[:, None] * np.uint64(words) + np.arange(words, dtype=np.uint64)) * np.uint64(
-        0x9E37_79B9_7F4A_7C15
-    )
+    mixed: NDArray[np.uint64] = np.add.outer(numbers * np.uint64(words), np.arange(words, dtype=np.uint64))
+    mixed *= np.uint64(0x9E37_79B9_7F4A_7C15)
     for shift, factor in ((30, 0xBF58_476D_1CE4_E5B9), (27, 0x94D0_49BB_1331_11EB), (31, 1)):
-        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+        mixed ^= mixed >> np.uint64(shift)
+        mixed *= np.uint64(factor)
     return mixed.tobytes()
 
 

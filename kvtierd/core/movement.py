@@ -125,6 +125,13 @@ class Mover:
                 step = self._advance(now, ticket, indexes[0], priority)
                 if isinstance(step, Move):
                     moves.setdefault(step.src.tier, []).append(step)
+                elif step is _Step.SESSION_FULL and ticket.prefetch:
+                    # Nobody gives room back for a prefetch, as the reader of a load does: what fits is what it gets.
+                    for index in indexes:
+                        if ticket.entries[index] == Entry.WAITING:
+                            self.miss(now, ticket, index, Reason.LIMIT)
+                    indexes.clear()
+                    return _Step.DONE
                 elif step is not _Step.DONE:
                     return step
             indexes.popleft()

@@ -131,7 +131,7 @@ class SlotPool:
         self.commands: list[NewExtent | RetireExtent] = []
         self.empty: dict[int, Extent] = {}
         """Extents that hold nothing, kept for their group until another group needs the room."""
-        self._draining: set[int] = set()
+        self.leaving: set[int] = set()
         """Extents that drain and still hold something."""
         self._asked_s = float("-inf")
         """When an extent was last sent away for another group."""
@@ -212,7 +212,7 @@ class SlotPool:
         if extent.used == 0:
             self.retire(extent)
         else:
-            self._draining.add(extent.extent_id)
+            self.leaving.add(extent.extent_id)
 
     def retire(self, extent: Extent) -> None:
         """Take an empty extent out of use; its bytes count until :meth:`released`."""
@@ -220,7 +220,7 @@ class SlotPool:
         extent.draining = True
         extent.group.open.pop(extent.extent_id, None)
         self.empty.pop(extent.extent_id, None)
-        self._draining.discard(extent.extent_id)
+        self.leaving.discard(extent.extent_id)
         del extent.group.extents[extent.extent_id]
         del self.extents[extent.extent_id]
         if not extent.group.extents:
@@ -235,7 +235,7 @@ class SlotPool:
 
     def may_ask(self, now: float) -> bool:
         """True when an extent may be sent away for another group: the last ones have gone, or take long."""
-        leaving = len(self._draining) + len(self.retiring)
+        leaving = len(self.leaving) + len(self.retiring)
         return not leaving or (leaving < MAX_LEAVING_EXTENTS and self.asked_long_ago(now))
 
     def asked_long_ago(self, now: float) -> bool:
@@ -303,12 +303,12 @@ class SlotPool:
             assert extent.used + len(extent.freed) + extent.slot_count - extent.next_fresh == extent.slot_count
             assert len(set(extent.freed)) == len(extent.freed)
             assert (extent.extent_id in extent.group.open) == extent.has_free
-            assert (extent.extent_id in self._draining) == extent.draining
+            assert (extent.extent_id in self.leaving) == extent.draining
             assert (extent.extent_id in self.empty) == (extent.used == 0), "an empty extent can be found"
             used += extent.used * extent.slot_bytes
             reserved += extent.size_bytes
         assert used == self.used_bytes
-        assert self._draining <= self.extents.keys() and self.empty.keys() <= self.extents.keys()
+        assert self.leaving <= self.extents.keys() and self.empty.keys() <= self.extents.keys()
         assert reserved + sum(self.retiring.values()) == self.reserved_bytes
         assert self.reserved_bytes <= self.capacity_bytes, "the capacity holds at all times"
 

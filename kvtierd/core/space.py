@@ -83,9 +83,7 @@ class Space:
         self._state.take_pool_commands(tier)
         return taken
 
-    def _make_quota(
-        self, now: float, tier: Tier, tenant: Tenant, need: int, quota: int, source: Copy | None
-    ) -> Reason | None:
+    def _make_quota(self, now: float, tier: Tier, tenant: Tenant, need: int, quota: int, source: Copy | None) -> Reason | None:
         """Push out the tenant's own oldest copies until a block fits its quota; None when it does."""
         if need > quota:
             return Reason.QUOTA
@@ -141,9 +139,7 @@ class Space:
         state.evict(now, victim, "pressure")
         return None
 
-    def _ask_extent(
-        self, now: float, tier: Tier, realm: Realm, group: Group, victim: Copy | None, source: Copy | None
-    ) -> None:
+    def _ask_extent(self, now: float, tier: Tier, realm: Realm, group: Group, victim: Copy | None, source: Copy | None) -> None:
         """Send an extent away that serves others: an empty one, or a colder one than what would be evicted."""
         state = self._state
         pool = state.pools[tier]

@@ -77,6 +77,7 @@ class CoreState:
         self.config = config
         self.pools = tuple(SlotPool(t, config.capacity_bytes[t], config.extent_bytes[t]) for t in Tier)
         self.tiers = tuple(t for t in Tier if config.capacity_bytes[t] > 0)
+        self._lower = tuple(next((t for t in self.tiers if t > tier), None) for tier in Tier)
         self.realms: dict[int, Realm] = {}
         self.realm_ids: dict[tuple[str, bytes], int] = {}
         self.tenants: dict[str, Tenant] = {}
@@ -140,7 +141,7 @@ class CoreState:
 
     def lower(self, tier: Tier) -> Tier | None:
         """The next lower tier that exists."""
-        return next((t for t in self.tiers if t > tier), None)
+        return self._lower[tier]
 
     def fits_below(self, realm: Realm, tier: Tier) -> bool:
         """True when the next lower tier could ever take a block of the realm."""
@@ -418,7 +419,10 @@ class CoreState:
 
     def is_draining(self, copy: Copy) -> bool:
         """True when a copy sits in an extent that drains."""
-        extents = self.pools[copy.tier].extents
+        pool = self.pools[copy.tier]
+        if not pool.leaving:
+            return False
+        extents = pool.extents
         return any(extents[slot_extent(slot)].draining for slot in copy.all_slots())
 
     # ---- evicting

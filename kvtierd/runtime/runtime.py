@@ -208,7 +208,10 @@ class Runtime:
 
     async def _retire_cpu(self, extent_id: int) -> None:
         """Give an extent's memory back; it counts until no client can have it registered with a device any more."""
-        await asyncio.to_thread(self.cpu.retire, extent_id)  # takes the kernel milliseconds
+        try:
+            await asyncio.to_thread(self.cpu.retire, extent_id)  # takes the kernel milliseconds
+        except OSError as e:
+            log.error("extent %d keeps its memory until its clients have gone: %s", extent_id, e)
         if self.revoker is None:
             self.extent_released(extent_id)
         else:

@@ -30,15 +30,16 @@ def number(value: float) -> str:
 
 
 def machine(env: dict[str, Any]) -> str:
+    before, after = env["load_average_before"][0], env["load_average_after"][0]
     parts = [
         f"{env['cpu']}, {env['cores']} cores",
         f"{env['last_level_cache_mib']} MiB of last-level cache, {env['memory_gib']} GiB of memory",
         f"Linux {env['kernel']}, {env['filesystem']}",
         f"Python {env['python']}, kvtierd {env['kvtierd']}, source {env['source']}",
-        *([f"LMCache {env['lmcache']}"] if "lmcache" in env else []),
-        +(f", LMCache {env['lmcache']}" if "lmcache" in env else ""),
-        f"{env['date']}, load average {env['load_average_before'][0]} before, {env['load_average_after'][0]} after",
+        f"{env['date']}, load average {before} before, {after} after",
     ]
+    if "lmcache" in env:
+        parts.append(f"LMCache {env['lmcache']}")
     if env["source_changed"]:
         parts.append("**the code changed during the run: the figures belong to no single version**")
     return "".join(f"- {part}\n" for part in parts)

@@ -12,8 +12,10 @@ import numpy as np
 
 import kvtierd
 from kvtierd.client import Client
+from kvtierd.model import Tier
 from kvtierd.testing.daemon import DaemonProcess
 from tests.daemon.conftest import MIB
+from tests.daemon.test_roundtrip import to_nvme_only
 
 MakeDaemon = Callable[..., DaemonProcess]
 MakeClient = Callable[..., Client]
@@ -58,3 +60,30 @@ def test_nothing_reads_the_wall_clock() -> None:
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and (node.value.id, node.attr) in wall:
                 found.append(f"{path}:{node.lineno}")
     assert not found, "deadlines, TTLs and ages use the monotonic clock, so that a jump of the wall clock changes nothing"
+
+
+def test_a_new_namespace_keeps_its_blocks_while_empty_extents_go(make_daemon: MakeDaemon, make_client: MakeClient) -> None:
+    daemon = make_daemon(cpu={"capacity": "32MiB"}, nvme={"capacity": "128MiB"})
+    for number in range(6):
+        client = make_client(daemon, MIB, model=f"m{number}")
+        keys = [os.urandom(32) for _ in range(4)]
+        assert client.save(keys, [bytes([number]) * MIB] * 4, wait_s=10).saved == 4
+        assert client.lookup(keys).held == 4
+        out = [np.zeros(MIB, np.uint8) for _ in keys]
+        assert client.load(keys, out).by_tier == {Tier.CPU: 4}, "there is room enough in memory"
+        client.evict()
+
+
+def test_prefetch_of_more_than_a_session_may_hold_ends_by_itself(make_daemon: MakeDaemon, make_client: MakeClient) -> None:
+    daemon = make_daemon(cpu={"capacity": "16MiB"}, nvme={"capacity": "128MiB"})
+    client = make_client(daemon, MIB, timeout_s=30.0)
+    keys = [os.urandom(32) for _ in range(30)]
+    for start in range(0, 30, 5):
+        assert client.save(keys[start : start + 5], [bytes(MIB)] * 5, wait_s=10).saved == 5
+    to_nvme_only(daemon)
+    fetched = client.prefetch(keys, deadline_s=25, wait=True)
+    assert fetched.done
+    assert fetched.held == 30
+    assert 1 <= fetched.ready <= 8, "half of CPU memory at the most"
+    fetched.cancel()
+    assert client.load(keys, [np.zeros(MIB, np.uint8) for _ in keys]).loaded == 30
