@@ -265,7 +265,7 @@ class Runtime:
                 try:
                     await asyncio.to_thread(self.nvme.register_realm, RealmInfo(realm.realm_id, tenant, namespace))
                     realm.writable = True
-                except OSError as e:
+                except (OSError, RequestError) as e:
                     log.error("cannot record a namespace on NVMe: %s; its blocks stay in memory", e)
         return realm
 

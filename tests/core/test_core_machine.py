@@ -143,13 +143,14 @@ class CoreMachine(RuleBasedStateMachine):
 
 
 CoreMachine.TestCase.settings = settings(
-    max_examples=60,
+    max_examples=150,
     stateful_step_count=60,
     deadline=None,
+    report_multiple_bugs=False,
     derandomize=bool(os.environ.get("CI")),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-TestCoreMachine = CoreMachine.TestCase
+TestCoreMachine = pytest.mark.timeout(600)(CoreMachine.TestCase)  # shrinking a failure takes minutes
 
 
 def _history(seed: int, steps: int) -> None:
