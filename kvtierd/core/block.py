@@ -169,6 +169,18 @@ class LruList:
         self.length -= 1
 
 
+def fastest(mask: int) -> int:
+    """The fastest tier of a mask."""
+    return (mask & -mask).bit_length() - 1
+
+
+def ready_copy(block: Block) -> Copy:
+    """The fastest readable copy of a block that has one."""
+    copy = block.copy_on(Tier(fastest(block.mask)))
+    assert copy is not None
+    return copy
+
+
 def check_block(block: Block) -> None:
     """Assert every invariant of one block in the index."""
     assert block.copies(), "a block in the index has a copy"

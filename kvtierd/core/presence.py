@@ -49,12 +49,14 @@ def tags_of(packed: bytes) -> U64:
 class Presence:
     """Masks of tiers by key, for bulk lookups. Belongs to one realm's index."""
 
-    __slots__ = ("_changed", "_filled", "_index", "_masks", "_shift", "_tags")
+    __slots__ = ("_changed", "_filled", "_index", "_made", "_masks", "_shift", "_tags")
 
     def __init__(self, index: dict[bytes, Block]) -> None:
         self._index = index
         self._changed: list[bytes] = []
-        self._clear(MIN_SLOTS)
+        self._made = False
+        """Made at the first bulk lookup: realms that never see one cost nothing."""
+        self._clear(1)
 
     def _clear(self, slots: int) -> None:
         self._tags = np.zeros(slots, np.uint64)
@@ -64,6 +66,8 @@ class Presence:
 
     def changed(self, key: bytes) -> None:
         """A key's mask has changed, or it came or went."""
+        if not self._made:
+            return
         self._changed.append(key)
         if len(self._changed) >= MAX_CHANGED:
             self._follow()
@@ -89,18 +93,21 @@ class Presence:
 
     def _follow(self) -> None:
         """Bring the changes in."""
-        if not self._changed:
+        if self._made and not self._changed:
             return
         keys = list(dict.fromkeys(self._changed))
         self._changed.clear()
-        if self._filled + len(keys) > MAX_FILL * len(self._tags):
+        if not self._made or self._filled + len(keys) > MAX_FILL * len(self._tags):
             # Keys that went still take room; starting anew leaves them out.
             slots = MIN_SLOTS
             while len(self._index) > MAX_FILL / 2 * slots:
                 slots *= 2
             self._clear(slots)
+            self._made = True
             keys = list(self._index)
         get = self._index.get
+        if not keys:
+            return
         masks = bytes([0 if (block := get(key)) is None else block.mask for key in keys])
         self._put(tags_of(b"".join(keys)), np.frombuffer(masks, np.uint8))
 

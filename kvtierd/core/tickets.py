@@ -11,7 +11,7 @@ from enum import IntEnum
 
 from kvtierd.core.block import Block, Copy
 from kvtierd.core.realm import Realm
-from kvtierd.errors import Reason
+from kvtierd.errors import Reason, RequestError
 
 
 class Entry(IntEnum):
@@ -43,6 +43,18 @@ class Session:
     def held_bytes(self) -> int:
         """What counts against the session's share of memory."""
         return self.ticket_bytes + self.moving_bytes
+
+    def ticket(self, ticket_id: int) -> SaveTicket | ReadTicket:
+        """An open ticket. Raises RequestError UNKNOWN_TICKET."""
+        found = self.tickets.get(ticket_id)
+        if found is None:
+            raise RequestError(Reason.UNKNOWN_TICKET, f"ticket {ticket_id} is not open in this session")
+        return found
+
+    def check_tickets(self, limit: int) -> None:
+        """Raise RequestError LIMIT when as many tickets are open as may be."""
+        if len(self.tickets) >= limit:
+            raise RequestError(Reason.LIMIT, f"{len(self.tickets)} tickets are open; commit, abort or release some first")
 
 
 @dataclass(slots=True, eq=False)

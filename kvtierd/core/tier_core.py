@@ -8,19 +8,21 @@ clock and fake tiers.
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Iterable
 from typing import Final
 
-from kvtierd.core.block import Block, Copy, CopyState, check_block
+from kvtierd.core.alarms import Alarms
+from kvtierd.core.block import Block, Copy, CopyState, ready_copy
 from kvtierd.core.commands import Command
+from kvtierd.core.inspection import check_all, take_snapshot
 from kvtierd.core.movement import Mover
+from kvtierd.core.reads import Reads
 from kvtierd.core.realm import Realm, Tenant
 from kvtierd.core.space import Space
 from kvtierd.core.state import CoreConfig, CoreState, Recovered, StoryEvent
-from kvtierd.core.stats import StatsSnapshot, TenantStats, TierStats
-from kvtierd.core.tickets import Entry, PinTicket, ReadTicket, SaveGrant, SaveTicket, Session
+from kvtierd.core.stats import StatsSnapshot
+from kvtierd.core.tickets import PinTicket, ReadTicket, SaveGrant, SaveTicket, Session
 from kvtierd.errors import Reason, RequestError
 from kvtierd.model import KEY_BYTES, Namespace, Result, Tier, split_keys
 
@@ -60,10 +62,11 @@ class TierCore:
         self._mover = Mover(self.state, self._space)
         self.sessions: dict[int, Session] = {}
         self.pins: dict[int, PinTicket] = {}
-        self._reads: dict[int, ReadTicket] = {}
-        """Open loads and prefetches."""
-        self._alarms: list[tuple[float, int]] = []
-        """(time, ticket id) of deadlines and expiries; entries of closed tickets are dropped as they surface or in bulk."""
+        self._alarms = Alarms(
+            lambda ticket_id: ticket_id in self._reads.open or ticket_id in self.pins,
+            lambda: len(self._reads.open) + len(self.pins),
+        )
+        self._reads = Reads(self.state, self._mover, self._alarms)
         self._last_tick_s = float("-inf")
         self._next_realm_id = 1
 
@@ -103,19 +106,9 @@ class TierCore:
             if isinstance(ticket, SaveTicket):
                 self._abort(now, ticket, range(len(ticket.open)), "session ended")
             else:
-                self._close_read(now, ticket)
+                self._reads.close(now, ticket)
         del self.sessions[session.session_id]
         self._mover.pump(now)
-
-    def _check_tickets(self, session: Session) -> None:
-        if len(session.tickets) >= self.state.config.max_tickets:
-            raise RequestError(Reason.LIMIT, f"{len(session.tickets)} tickets are open; commit, abort or release some first")
-
-    def _ticket(self, session: Session, ticket_id: int) -> SaveTicket | ReadTicket:
-        ticket = session.tickets.get(ticket_id)
-        if ticket is None:
-            raise RequestError(Reason.UNKNOWN_TICKET, f"ticket {ticket_id} is not open in this session")
-        return ticket
 
     # ---- lookup
 
@@ -151,7 +144,7 @@ class TierCore:
         Raises:
             RequestError: LIMIT when the session has too many tickets.
         """
-        self._check_tickets(session)
+        session.check_tickets(self.state.config.max_tickets)
         state = self.state
         outcomes: list[int] = []
         copies: list[Copy | None] = []
@@ -218,7 +211,7 @@ class TierCore:
         self._mover.pump(now)
 
     def _open_save(self, session: Session, ticket_id: int, indexes: Iterable[int]) -> tuple[SaveTicket, list[int]]:
-        ticket = self._ticket(session, ticket_id)
+        ticket = session.ticket(ticket_id)
         if not isinstance(ticket, SaveTicket):
             raise RequestError(Reason.UNKNOWN_TICKET, f"ticket {ticket_id} is no save's")
         which = sorted(set(indexes))
@@ -249,179 +242,32 @@ class TierCore:
     # ---- load and prefetch
 
     def load(self, now: float, session: Session, realm: Realm, keys: list[bytes], deadline_s: float, *, each: bool) -> ReadTicket:
-        """Pin what is held of the keys; :meth:`collect` hands it out as it becomes readable.
-
-        Raises:
-            RequestError: LIMIT when the session has too many tickets.
-        """
-        ticket = self._read_ticket(now, session, realm, keys, deadline_s, each=each, prefetch=False)
-        tenant = realm.tenant
-        for mask in ticket.found_on:
-            if mask:
-                tenant.hits[_fastest(mask)] += 1
-        tenant.misses += len(keys) - sum(map(bool, ticket.found_on))
-        for other in list(session.tickets.values()):
-            # What was prefetched for this load is pinned by it now.
-            if isinstance(other, ReadTicket) and other.prefetch and _covers(ticket, other):
-                self._close_read(now, other)
-        self._mover.pump(now)
-        return ticket
+        """See :meth:`Reads.load`."""
+        return self._reads.load(now, session, realm, keys, deadline_s, each=each)
 
     def prefetch(self, now: float, session: Session, realm: Realm, keys: list[bytes], deadline_s: float) -> ReadTicket:
-        """Start promoting the prefix that is held; it stays pinned until the deadline, a load or :meth:`cancel`."""
-        ticket = self._read_ticket(now, session, realm, keys, deadline_s, each=False, prefetch=True)
-        self._mover.pump(now)
-        return ticket
-
-    def _read_ticket(
-        self, now: float, session: Session, realm: Realm, keys: list[bytes], deadline_s: float, *, each: bool, prefetch: bool
-    ) -> ReadTicket:
-        self._check_tickets(session)
-        state = self.state
-        limit = state.config.max_ticket_share * state.config.capacity_bytes[Tier.CPU]
-        size = realm.tier_bytes[Tier.CPU]
-        copies: list[Copy | None] = []
-        entries = bytearray()
-        found_on = bytearray()
-        blocks: list[Block] = []
-        waiting: list[int] = []
-        for index, key in enumerate(keys):
-            block = realm.index.get(key)
-            if block is None or not block.mask:
-                if not each:
-                    break
-                copies.append(None)
-                entries.append(Entry.MISSING)
-                found_on.append(0)
-                continue
-            blocks.append(block)
-            copy = block.cpu
-            may_hold = not session.held_bytes or session.held_bytes + size <= limit
-            if copy is not None and copy.state is CopyState.READY and may_hold:
-                session.ticket_bytes += size
-                entries.append(Entry.READY)
-            else:
-                lowest = block.nvme
-                copy = lowest if lowest is not None and lowest.state is CopyState.READY else _ready_copy(block)
-                entries.append(Entry.WAITING)
-                waiting.append(index)
-            state.pin(copy)
-            copies.append(copy)
-            found_on.append(1 << _fastest(block.mask))
-        state.touch(now, blocks)
-        ticket = ReadTicket(next(state.ids), session, realm, prefetch, each, deadline_s, copies, entries, bytes(found_on))
-        ticket.waiting, ticket.open = len(waiting), len(blocks)
-        if not blocks:
-            ticket.closed = True
-        else:
-            session.tickets[ticket.ticket_id] = ticket
-            self._reads[ticket.ticket_id] = ticket
-            self._set_alarm(deadline_s, ticket.ticket_id)
-            self._mover.want(ticket, waiting)
-        return ticket
+        """See :meth:`Reads.prefetch`."""
+        return self._reads.prefetch(now, session, realm, keys, deadline_s)
 
     def collect(self, now: float, ticket: ReadTicket) -> tuple[list[int], list[int], bool]:
-        """Hand out the keys of a load that became readable, in order: their indexes, their slots, and whether that was all.
-
-        Past a miss nothing more is handed out unless the load wants each key.
-        """
-        indexes: list[int] = []
-        slots: list[int] = []
-        entries, copies = ticket.entries, ticket.copies
-        while ticket.cursor < len(entries):
-            state = entries[ticket.cursor]
-            if state == Entry.WAITING:
-                return indexes, slots, False
-            if state == Entry.MISSING and not ticket.each:
-                self._miss_rest(now, ticket, Reason.UNSPECIFIED)
-                self._mover.pump(now)
-                break
-            if state == Entry.READY:
-                copy = copies[ticket.cursor]
-                assert copy is not None
-                entries[ticket.cursor] = Entry.TAKEN
-                indexes.append(ticket.cursor)
-                slots.extend(copy.all_slots())
-            ticket.cursor += 1
-        if ticket.open == 0 and not ticket.closed:
-            self._end_read(now, ticket)
-        return indexes, slots, True
-
-    def _miss_rest(self, now: float, ticket: ReadTicket, reason: Reason) -> None:
-        """What was not handed out becomes a miss."""
-        for index in range(ticket.cursor, len(ticket.entries)):
-            if ticket.entries[index] in (Entry.WAITING, Entry.READY):
-                self._mover.miss(now, ticket, index, reason)
-        if not ticket.each:
-            ticket.cursor = len(ticket.entries)
-        if ticket.open == 0:
-            self._end_read(now, ticket)
+        """See :meth:`Reads.collect`."""
+        return self._reads.collect(now, ticket)
 
     def release(self, now: float, session: Session, ticket_id: int, indexes: Iterable[int] = ()) -> None:
-        """Unpin loaded keys; without indexes everything, which ends the load.
-
-        Raises:
-            RequestError: UNKNOWN_TICKET for a ticket that is not open in this session; BAD_REQUEST for an index that was not
-                handed out.
-        """
-        ticket = self._ticket(session, ticket_id)
-        if not isinstance(ticket, ReadTicket) or ticket.prefetch:
-            raise RequestError(Reason.UNKNOWN_TICKET, f"ticket {ticket_id} is no load's")
-        which = sorted(set(indexes))
-        for index in which:
-            if index >= len(ticket.entries) or ticket.entries[index] not in (Entry.TAKEN, Entry.RELEASED):
-                raise RequestError(Reason.BAD_REQUEST, f"index {index} of ticket {ticket_id} was not handed out")
-        if which:
-            for index in which:
-                if ticket.entries[index] == Entry.TAKEN:
-                    self._let_go(now, ticket, index)
-            if ticket.open == 0:
-                self._end_read(now, ticket)
-        else:
-            self._close_read(now, ticket)
-        self._mover.pump(now)
+        """See :meth:`Reads.release`."""
+        self._reads.release(now, session, ticket_id, indexes)
 
     def abandon(self, now: float, ticket: ReadTicket) -> None:
-        """The caller of a load asks no more: what it was not given becomes a miss, what it was given stays until release."""
-        if not ticket.closed:
-            self._miss_rest(now, ticket, Reason.UNSPECIFIED)
-            self._mover.pump(now)
+        """See :meth:`Reads.abandon`."""
+        self._reads.abandon(now, ticket)
 
     def cancel(self, now: float, session: Session, ticket_id: int) -> None:
-        """Drop a prefetch. Raises RequestError UNKNOWN_TICKET."""
-        ticket = self._ticket(session, ticket_id)
-        if not isinstance(ticket, ReadTicket) or not ticket.prefetch:
-            raise RequestError(Reason.UNKNOWN_TICKET, f"ticket {ticket_id} is no prefetch's")
-        self._close_read(now, ticket)
-        self._mover.pump(now)
-
-    def _let_go(self, now: float, ticket: ReadTicket, index: int) -> None:
-        copy = ticket.copies[index]
-        assert copy is not None
-        ticket.entries[index] = Entry.RELEASED
-        ticket.open -= 1
-        ticket.session.ticket_bytes -= copy.block.realm.tier_bytes[Tier.CPU]
-        self.state.unpin(now, copy)
-
-    def _close_read(self, now: float, ticket: ReadTicket) -> None:
-        for index, entry in enumerate(ticket.entries):
-            if entry == Entry.TAKEN:
-                self._let_go(now, ticket, index)
-            elif entry in (Entry.WAITING, Entry.READY):
-                self._mover.miss(now, ticket, index, Reason.UNSPECIFIED)
-        self._end_read(now, ticket)
-
-    def _end_read(self, now: float, ticket: ReadTicket) -> None:
-        ticket.closed = True
-        ticket.cursor = len(ticket.entries)
-        ticket.session.tickets.pop(ticket.ticket_id, None)
-        self._reads.pop(ticket.ticket_id, None)
-        # Blocks were linked as they were let go, in any order; leaves must be older than roots.
-        self.state.touch(now, [c.block for c in ticket.copies if c is not None])
+        """See :meth:`Reads.cancel`."""
+        self._reads.cancel(now, session, ticket_id)
 
     def progress(self, ticket: ReadTicket) -> tuple[int, int, bool]:
-        """Keys held, keys ready in memory, and whether nothing more will come."""
-        return len(ticket.entries), ticket.ready, ticket.closed or ticket.waiting == 0
+        """See :meth:`Reads.progress`."""
+        return self._reads.progress(ticket)
 
     # ---- evict and pin
 
@@ -456,7 +302,7 @@ class TierCore:
         """
         state = self.state
         distinct = dict.fromkeys(keys)
-        copies = [_ready_copy(b) for r in realms for k in distinct if (b := r.index.get(k)) is not None and b.mask]
+        copies = [ready_copy(b) for r in realms for k in distinct if (b := r.index.get(k)) is not None and b.mask]
         size = [0, 0, 0]
         for copy in copies:
             size[copy.tier] += copy.block.realm.tier_bytes[copy.tier]
@@ -473,7 +319,7 @@ class TierCore:
             state.pin(copy)
         if copies:
             self.pins[ticket.ticket_id] = ticket
-            self._set_alarm(expires_s, ticket.ticket_id)
+            self._alarms.set(expires_s, ticket.ticket_id)
         return ticket
 
     def unpin(self, now: float, ticket_id: int, tenant: str | None = None) -> None:
@@ -488,12 +334,6 @@ class TierCore:
         if self.pins.pop(ticket.ticket_id, None) is not None:
             for copy in ticket.copies:
                 self.state.unpin(now, copy)
-
-    def _set_alarm(self, at_s: float, ticket_id: int) -> None:
-        if len(self._alarms) > 2 * (len(self._reads) + len(self.pins)) + 64:
-            self._alarms = [alarm for alarm in self._alarms if alarm[1] in self._reads or alarm[1] in self.pins]
-            heapq.heapify(self._alarms)
-        heapq.heappush(self._alarms, (at_s, ticket_id))
 
     # ---- the shell's reports
 
@@ -522,8 +362,9 @@ class TierCore:
         due = [first[0] for t in state.tiers if (first := state.ttl_order[t].first()) is not None]
         if not self._mover.ttl_goes_on:
             due = [at if at > self._last_tick_s else self._last_tick_s + RETRY_TICK_S for at in due]
-        if self._alarms:
-            due.append(self._alarms[0][0])
+        alarm_s = self._alarms.first()
+        if alarm_s is not None:
+            due.append(alarm_s)
         due.extend(state.next_pause_end_s())
         if self._mover.has_waiting:
             due.append(self._last_tick_s + RETRY_TICK_S)
@@ -534,22 +375,22 @@ class TierCore:
         state = self.state
         self._last_tick_s = now
         state.end_pauses(now)
-        while self._alarms and self._alarms[0][0] <= now:
-            _, ticket_id = heapq.heappop(self._alarms)
-            read = self._reads.get(ticket_id)
-            if ticket_id in self.pins:
-                self._drop_pin(now, self.pins[ticket_id])
-            elif read is not None and read.prefetch:
-                self._close_read(now, read)
-            elif read is not None:
-                self._miss_rest(now, read, Reason.DEADLINE)
+        for ticket_id in self._alarms.due(now):
+            read = self._reads.open.get(ticket_id)
+            if read is None:
+                if ticket_id in self.pins:
+                    self._drop_pin(now, self.pins[ticket_id])
+            elif read.prefetch:
+                self._reads.close(now, read)
+            else:
+                self._reads.miss_rest(now, read, Reason.DEADLINE)
         self._mover.ttl_due = True
         self._mover.pump(now)
 
     def drain(self, now: float, *, on: bool) -> None:
         """Stop granting slots and write everything down that exists only in memory; or go back to normal."""
         self.state.draining = on
-        held = [c for t in self._reads.values() for c in t.copies] + [c for p in self.pins.values() for c in p.copies]
+        held = [c for t in self._reads.open.values() for c in t.copies] + [c for p in self.pins.values() for c in p.copies]
         self._mover.drain_in_use(dict.fromkeys(c for c in held if c is not None))
         self._mover.pump(now)
 
@@ -590,30 +431,7 @@ class TierCore:
 
     def snapshot(self) -> StatsSnapshot:
         """All figures."""
-        state = self.state
-        tiers = []
-        for tier in state.tiers:
-            pool = state.pools[tier]
-            until, why = state.suspended.get(tier, (0.0, ""))
-            tiers.append(
-                TierStats(
-                    tier,
-                    pool.capacity_bytes,
-                    pool.reserved_bytes,
-                    pool.used_bytes,
-                    state.copies[tier],
-                    state.dirty_bytes[tier] if state.lower(tier) is not None else 0,
-                    state.pinned_bytes[tier],
-                    why if until else "",
-                )
-            )
-        tenants = [
-            TenantStats(t.name, t.blocks, _triple(t.used_bytes), _triple(t.quota_bytes), _triple(t.hits), t.misses)
-            for t in state.tenants.values()
-        ]
-        tickets = sum(len(s.tickets) for s in self.sessions.values()) + len(self.pins)
-        blocks = sum(t.blocks for t in state.tenants.values())
-        return StatsSnapshot(tiers, tenants, blocks, len(self.sessions), tickets, self._mover.queue_depth)
+        return take_snapshot(self.state, self.sessions, len(self.pins), self._mover.queue_depth)
 
     def story(self, prefix: bytes) -> list[StoryEvent]:
         """Remembered changes of blocks whose key begins with ``prefix``, oldest first."""
@@ -631,50 +449,4 @@ class TierCore:
 
     def check(self) -> None:
         """Assert every invariant (visits everything)."""
-        self.state.check_usage()
-        for realm in self.state.realms.values():
-            realm.presence.check()
-            for key, block in realm.index.items():
-                assert block.key == key and block.realm is realm
-                check_block(block)
-        for session in self.sessions.values():
-            held = 0
-            for ticket in session.tickets.values():
-                if isinstance(ticket, SaveTicket):
-                    assert ticket.left == sum(c is not None for c in ticket.open) > 0
-                    held += ticket.left * ticket.realm.tier_bytes[Tier.CPU]
-                else:
-                    assert not ticket.closed
-                    assert ticket.waiting == ticket.entries.count(Entry.WAITING)
-                    in_memory = ticket.entries.count(Entry.READY) + ticket.entries.count(Entry.TAKEN)
-                    assert ticket.open == ticket.waiting + in_memory
-                    held += in_memory * ticket.realm.tier_bytes[Tier.CPU]
-            assert held == session.ticket_bytes
-            moving = [t for m in self.state.moves.values() for t, _ in m.waiters if t.session is session]
-            assert session.moving_bytes == sum(t.realm.tier_bytes[Tier.CPU] for t in moving)
-
-
-def _fastest(mask: int) -> int:
-    return (mask & -mask).bit_length() - 1
-
-
-def _ready_copy(block: Block) -> Copy:
-    copy = block.copy_on(Tier(_fastest(block.mask)))
-    assert copy is not None
-    return copy
-
-
-def _covers(load: ReadTicket, prefetch: ReadTicket) -> bool:
-    """True when a load is the one that a prefetch was for: it reads all of it, or all but the last block.
-
-    The blocks are compared at the end, because many requests begin with the same ones.
-    """
-    common = min(len(load.copies), len(prefetch.copies))
-    if not common or common < len(prefetch.copies) - 1:
-        return False
-    mine, other = load.copies[common - 1], prefetch.copies[common - 1]
-    return mine is not None and other is not None and mine.block is other.block
-
-
-def _triple(values: list[int]) -> tuple[int, int, int]:
-    return values[0], values[1], values[2]
+        check_all(self.state, self.sessions)

@@ -87,3 +87,15 @@ def test_prefetch_of_more_than_a_session_may_hold_ends_by_itself(make_daemon: Ma
     assert 1 <= fetched.ready <= 8, "half of CPU memory at the most"
     fetched.cancel()
     assert client.load(keys, [np.zeros(MIB, np.uint8) for _ in keys]).loaded == 30
+
+
+def test_own_prefetches_do_not_starve_own_loads(make_daemon: MakeDaemon, make_client: MakeClient) -> None:
+    daemon = make_daemon(cpu={"capacity": "16MiB"}, nvme={"capacity": "128MiB"})
+    client = make_client(daemon, MIB, timeout_s=30.0)
+    first, second = ([os.urandom(32) for _ in range(10)] for _ in range(2))
+    for keys in (first, second):
+        for start in (0, 5):
+            assert client.save(keys[start : start + 5], [bytes(MIB)] * 5, wait_s=10).saved == 5
+    to_nvme_only(daemon)
+    assert client.prefetch(first, deadline_s=60, wait=True).ready > 0
+    assert client.load(second, [np.zeros(MIB, np.uint8) for _ in second], timeout_s=10).loaded == 10
