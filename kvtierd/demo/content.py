@@ -7,12 +7,13 @@ everywhere, and a shifted, torn or flipped one differs where it was touched.
 from __future__ import annotations
 
 import functools
-import hashlib
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtierd.client import block_keys
 from kvtierd.model import Namespace
 
 MODEL: Final = "demo-16x1x64"
@@ -40,13 +41,14 @@ def namespace(seed: int) -> Namespace:
         num_layers=LAYERS,
         num_kv_heads=KV_HEADS,
         head_size=HEAD_SIZE,
-        hash_algorithm="blake2b-trace-id",
+        hash_algorithm="blake3-chain-of-trace-ids",
     )
 
 
-def key_of(block_id: int, seed: int) -> bytes:
-    """Key of a trace's block id. The ids are chained by prefix already."""
-    return hashlib.blake2b(f"{seed}/{block_id}".encode(), digest_size=32).digest()
+def keys_of(block_ids: Sequence[int], seed: int) -> list[bytes]:
+    """Keys of a request's blocks, root first: the chain of `kvtierd.client.keys` over the trace's ids, one id standing for the
+    tokens of one block. The identity names the demo and its seed."""
+    return block_keys(block_ids, 1, identity=f"kvtierd-demo/{seed}".encode())
 
 
 @functools.cache
@@ -61,6 +63,11 @@ def _word(key: bytes) -> np.uint64:
 def fill(key: bytes, out: Words) -> None:
     """Write what a key holds."""
     np.bitwise_xor(_pattern(), _word(key), out=out)
+
+
+def spoil(out: Words) -> None:
+    """Make buffers hold what no key holds, so that what is right in them afterwards was put there since."""
+    out.fill(0)
 
 
 def wrong_bytes(key: bytes, words: Words) -> int:

@@ -1,30 +1,39 @@
-"""Runs the demo: daemon, client processes, the kill half-way, and the figures of all of it."""
+"""Runs the demo: daemon, client processes, the kill half-way."""
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import grpc
 
-from kvtierd.demo.content import BLOCK_BYTES, SHAPE
-from kvtierd.demo.trace import Request, ideal_hits
-from kvtierd.demo.worker import Job, Outcome, work
+from kvtierd.demo.daemon import DemoDaemon, undisturbed
+from kvtierd.demo.progress import Progress, Sample
+from kvtierd.demo.trace import Request
+from kvtierd.demo.worker import Ended, Job, Outcome, work
 from kvtierd.errors import StartupError
 from kvtierd.model import Tier
-from kvtierd.testing.daemon import DaemonProcess
 
 POLL_S: Final = 0.25
+STATUS_TIMEOUT_S: Final = 1.0
+DOWN_S: Final = 1.0
+"""How long a killed daemon stays away, so that one can see the clients go on without it."""
+RESTART_TIMEOUT_S: Final = 60.0
 CLIENT_TIMEOUT_S: Final = 120.0
-"""How long the demo waits for a client that says nothing."""
+"""How long the demo waits for clients that say nothing although they have something to do."""
+STOP_TIMEOUT_S: Final = 15.0
+"""How long it waits for the request that a client is at when the time is over."""
+LEAD_S: Final = 2.0
+"""The clients need a moment to start before the replay begins."""
+RESERVE_BYTES: Final = 256 << 20
+"""Free space of the file system that the daemon leaves alone."""
 
 
 class DemoError(Exception):
@@ -43,50 +52,21 @@ class Options:
     clients: int
     seed: int
     seconds: float
+    """Time that the replay takes where the machine keeps up."""
+    time_limit_s: float | None
+    """Time after which the replay is cut short; None for none."""
     kill: bool
+    keep: bool = False
     corrupt_one: bool = False
 
 
 @dataclass
-class Sample:
-    """The tiers at one moment."""
+class Worker:
+    """One client process."""
 
-    at_s: float
-    used_bytes: dict[Tier, int]
-    capacity_bytes: dict[Tier, int]
-    counters: dict[str, float]
-    sessions: int
-
-
-@dataclass
-class Progress:
-    """All that is known while the demo runs, and at its end."""
-
-    total: int
-    outcomes: list[Outcome] = field(default_factory=list)
-    samples: list[Sample] = field(default_factory=list)
-    events: list[tuple[float, str]] = field(default_factory=list)
-    """(seconds after the begin, what happened)."""
-    killed_at_s: float | None = None
-    back_at_s: float | None = None
-    restarts: int = 0
-    counters: dict[str, float] = field(default_factory=dict)
-    """Sums over all boots of the daemon."""
-    failure: str = ""
-    took_s: float = 0.0
-
-    def hits(self, tier: Tier, after_s: float = 0.0) -> int:
-        """Blocks that were loaded from a tier by requests that began at ``after_s`` or later."""
-        return sum(o.hits.get(tier, 0) for o in self.outcomes if o.at_s >= after_s)
-
-    @property
-    def wrong_bytes(self) -> int:
-        """Bytes that were not what their key holds."""
-        return sum(o.wrong_bytes for o in self.outcomes)
-
-    def say(self, at_s: float, text: str) -> None:
-        """Note an event."""
-        self.events.append((at_s, text))
+    number: int
+    process: BaseProcess
+    pipe: Connection
 
 
 class Demo:
@@ -95,190 +75,212 @@ class Demo:
     def __init__(self, options: Options, show: Callable[[Progress], None]) -> None:
         self._options = options
         self._show = show
-        self.progress = Progress(len(options.requests))
-        self._daemon = DaemonProcess(
+        self.progress = Progress(options.requests, options.clients)
+        self._daemon = DemoDaemon(
             options.folder,
             {
                 "cpu": {"capacity": options.cpu_bytes, "ttl": options.cpu_ttl_s},
-                "nvme": {"capacity": options.nvme_bytes, "allow_volatile": False},
+                # What the demo stores is thrown away, so any file system will do.
+                "nvme": {"capacity": options.nvme_bytes, "allow_volatile": True, "reserve": RESERVE_BYTES},
             },
         )
+        self._workers: list[Worker] = []
         self._started_s = 0.0
-        self._last_counters: dict[str, float] = {}
-        self._restarting: threading.Thread | None = None
+        self._down_until_s: float | None = None
+        """While the daemon is away: when it is started again, or inf once that is done and it has not answered yet."""
+        self._news_s = 0.0
 
     def run(self) -> Progress:
-        """Run it. Raises DemoError when daemon or clients cannot be started."""
+        """Run it.
+
+        Raises:
+            DemoError: the daemon cannot be started.
+        """
         try:
-            self._daemon.start()
-        except StartupError as e:
-            raise DemoError(f"the daemon did not start: {e}") from e
-        workers: list[tuple[BaseProcess, Connection]] = []
-        try:
-            self._started_s = time.monotonic() + 2.0  # the clients need a moment to start
-            workers = list(self._start_workers())
-            self._follow(workers)
+            try:
+                self._daemon.start()
+            except StartupError as e:
+                raise DemoError(f"the daemon did not start: {self._daemon.last_words()}") from e
+            self._started_s = self._news_s = time.monotonic() + LEAD_S
+            self._start_workers()
+            self._follow()
         finally:
-            for process, pipe in workers:
-                if process.is_alive():
-                    process.terminate()
-                process.join(5)
-                pipe.close()
-            if self._restarting is not None:
-                self._restarting.join()
-            self._take_sample()
-            self._add_counters()
-            with contextlib.suppress(Exception):
-                self._daemon.stop(20)
-            self._daemon.kill()
-            self.progress.took_s = max(time.monotonic() - self._started_s, 0.0)
+            with undisturbed():
+                self._clean_up()
         return self.progress
 
     def _now(self) -> float:
         return time.monotonic() - self._started_s
 
-    def _start_workers(self) -> Iterator[tuple[BaseProcess, Connection]]:
+    # ---- clients
+
+    def _start_workers(self) -> None:
         options = self._options
-        span_s = max(options.requests[-1].at_s, 1e-3)
         spawn = multiprocessing.get_context("spawn")
+        span_s = max(options.requests[-1].at_s, 1e-3)
         for client in range(options.clients):
-            share = [(i, r) for i, r in enumerate(options.requests) if i % options.clients == client]
             job = Job(
+                f"client-{client}",
                 self._daemon.address,
-                share,
+                [(i, r) for i, r in enumerate(options.requests) if i % options.clients == client],
                 options.seed,
-                span_s / max(options.seconds, 1e-3),
+                span_s / options.seconds,
                 self._started_s,
                 corrupt_one=options.corrupt_one and client == 0,
             )
-            mine, theirs = spawn.Pipe(duplex=False)
-            process = spawn.Process(target=work, args=(job, theirs), name=f"demo-client-{client}")
-            process.start()
+            mine, theirs = spawn.Pipe()
+            process = spawn.Process(target=work, args=(job, theirs), name=job.name, daemon=True)
+            self._workers.append(Worker(client, process, mine))
+            with undisturbed():
+                process.start()
             theirs.close()
-            yield process, mine
 
-    def _follow(self, workers: list[tuple[BaseProcess, Connection]]) -> None:
-        """Take in outcomes until every client has ended; kill and restart the daemon half-way."""
+    def _follow(self) -> None:
+        """Take in outcomes until every client has ended; meanwhile kill and restart the daemon."""
         progress = self.progress
-        pipes: dict[Any, BaseProcess] = {pipe: process for process, pipe in workers}
-        pipe_of: dict[Any, Connection] = {pipe: pipe for _, pipe in workers}
-        attached = dict.fromkeys(pipes, True)
-        next_poll_s = last_news_s = time.monotonic()
-        while pipes:
-            for ready in wait(list(pipes), timeout=POLL_S):
-                try:
-                    outcome: Outcome | None = pipe_of[ready].recv()
-                except EOFError:
-                    pipes.pop(ready).join(5)
-                    progress.failure = progress.failure or "a client process ended before its requests did"
-                    continue
-                last_news_s = time.monotonic()
-                if outcome is None:
-                    pipes.pop(ready)
-                    continue
-                progress.outcomes.append(outcome)
-                if outcome.attached != attached[ready]:
-                    attached[ready] = outcome.attached
-                    name = pipes[ready].name
-                    progress.say(self._now(), f"{name} {'is attached again' if outcome.attached else 'goes on without a cache'}")
-            if self._options.kill and self._restarting is None and len(progress.outcomes) >= progress.total // 2:
-                self._kill()
+        open_workers: dict[Connection, Worker] = {w.pipe: w for w in self._workers}
+        next_poll_s = 0.0
+        while open_workers and not progress.failure:
+            for ready in wait(list(open_workers), timeout=POLL_S):
+                assert isinstance(ready, Connection)
+                if not self._receive(open_workers[ready]):
+                    del open_workers[ready]
             if time.monotonic() >= next_poll_s:
-                next_poll_s = time.monotonic() + POLL_S
-                self._take_sample()
+                self._look_after_daemon()
                 self._show(progress)
-            if time.monotonic() - last_news_s > CLIENT_TIMEOUT_S:
-                progress.failure = f"no client has answered for {CLIENT_TIMEOUT_S:.0f} s"
-                return
+                next_poll_s = time.monotonic() + POLL_S
+            self._watch_time()
+        if progress.restarts == 0 and progress.killed_at_s is not None:
+            self._await_daemon()
+        self._show(progress)
+
+    def _receive(self, worker: Worker) -> bool:
+        """Take in one message. Returns False when it was the last one."""
+        progress = self.progress
+        name = worker.process.name
+        try:
+            message: Outcome | Ended = worker.pipe.recv()
+        except (EOFError, OSError):
+            worker.process.join(STOP_TIMEOUT_S)
+            progress.fail(f"{name} ended before its requests did (status {worker.process.exitcode})")
+            return False
+        self._news_s = time.monotonic()
+        if isinstance(message, Ended):
+            if message.error:
+                progress.fail(f"{name} failed: {message.error}")
+            return False
+        progress.outcomes.append(message)
+        if message.attached != progress.attached[worker.number]:
+            progress.attached[worker.number] = message.attached
+            progress.say(self._now(), f"{name} {'is attached again' if message.attached else 'goes on without a cache'}")
+        return True
+
+    def _watch_time(self) -> None:
+        """Cut the replay short at the time limit, and give clients up that are stuck."""
+        progress, options = self.progress, self._options
+        done, now_s = len(progress.outcomes), time.monotonic()
+        if options.time_limit_s is not None and not progress.cut_short and self._now() > options.time_limit_s:
+            progress.cut_short = True
+            progress.say(self._now(), f"the time is over after {done} of {progress.total} requests")
+            self._stop()
+            self._news_s = now_s
+        span_s = max(options.requests[-1].at_s, 1e-3)
+        next_due_s = self._started_s + options.requests[min(done, progress.total - 1)].at_s / span_s * options.seconds
+        if progress.cut_short and now_s > self._news_s + STOP_TIMEOUT_S:
+            progress.fail(f"a client did not stop within {STOP_TIMEOUT_S:.0f} s")
+        elif now_s > max(next_due_s, self._news_s) + CLIENT_TIMEOUT_S:
+            progress.fail(f"no client has answered for {CLIENT_TIMEOUT_S:.0f} s")
+
+    def _stop(self) -> None:
+        """Ask the clients to end after the request that they are at."""
+        for worker in self._workers:
+            with contextlib.suppress(OSError):  # it has ended already
+                worker.pipe.send(None)
 
     # ---- the daemon
 
-    def _kill(self) -> None:
-        progress = self.progress
-        self._take_sample()
-        self._add_counters()
-        progress.killed_at_s = self._now()
-        progress.say(progress.killed_at_s, "the daemon was killed (SIGKILL)")
-        self._daemon.kill()
-        self._restarting = threading.Thread(target=self._restart, name="demo-restart")
-        self._restarting.start()
-
-    def _restart(self) -> None:
-        progress = self.progress
-        try:
-            self._daemon.start()
-            status = self._daemon.status()
-        except (StartupError, grpc.RpcError) as e:
-            progress.failure = f"the daemon did not come back: {e}"
+    def _look_after_daemon(self) -> None:
+        """Look at its status; kill it when it is time, and start it again."""
+        progress, options = self.progress, self._options
+        if self._down_until_s is not None:
+            self._bring_back()
             return
-        progress.back_at_s = self._now()
-        progress.restarts += 1
-        progress.say(progress.back_at_s, f"the daemon is back with {status.blocks:,} blocks from NVMe")
+        self._take_sample()
+        if self._daemon.ended is not None:
+            progress.fail(f"the daemon ended by itself (status {self._daemon.ended}): {self._daemon.last_words()}")
+            return
+        half = len(progress.outcomes) >= progress.total // 2
+        half = half or (options.time_limit_s is not None and self._now() > options.time_limit_s / 2)
+        if options.kill and progress.killed_at_s is None and half and progress.outcomes:
+            progress.killed_at_s = self._now()
+            self._daemon.kill()
+            progress.end_boot()
+            progress.lose_memory(progress.killed_at_s)
+            progress.say(progress.killed_at_s, "the daemon was killed (SIGKILL)")
+            self._down_until_s = time.monotonic() + DOWN_S
 
-    def _take_sample(self) -> None:
+    def _bring_back(self) -> None:
+        """Start a killed daemon when its pause is over, and see whether it answers."""
+        progress = self.progress
+        assert self._down_until_s is not None and progress.killed_at_s is not None
+        if time.monotonic() < self._down_until_s:
+            return
+        if self._daemon.process is None:
+            # On this thread: the daemon dies with the thread that launched it.
+            self._daemon.launch()
+        if self._daemon.ended is not None:
+            progress.fail(f"the daemon did not come back: {self._daemon.last_words()}")
+        elif (blocks := self._take_sample()) is not None:
+            self._down_until_s = None
+            progress.back_at_s = self._now()
+            progress.restarts += 1
+            progress.recovered_blocks = blocks
+            progress.say(progress.back_at_s, f"the daemon is back with {blocks:,} blocks from NVMe")
+        elif self._now() > progress.killed_at_s + RESTART_TIMEOUT_S:
+            progress.fail(f"the daemon did not come back within {RESTART_TIMEOUT_S:.0f} s: {self._daemon.last_words()}")
+
+    def _await_daemon(self) -> None:
+        """The clients have ended while the daemon was away: it must come back all the same."""
+        while self._down_until_s is not None and not self.progress.failure:
+            self._bring_back()
+            time.sleep(POLL_S)
+
+    def _take_sample(self) -> int | None:
+        """Look at the tiers and counters. Returns the blocks that the daemon holds, None when it does not answer."""
         try:
-            status = self._daemon.status(timeout_s=1.0)
+            status = self._daemon.status(timeout_s=STATUS_TIMEOUT_S)
         except grpc.RpcError:
-            return  # killed and not back yet
-        at_s = self._now()
-        used = {Tier(t.tier - 1): t.used_bytes for t in status.tiers}
-        capacity = {Tier(t.tier - 1): t.capacity_bytes for t in status.tiers}
-        self._last_counters = dict(status.counters)
-        self.progress.samples.append(Sample(at_s, used, capacity, self._last_counters, len(status.sessions)))
+            return None
+        tiers = {Tier(t.tier - 1): t for t in status.tiers}
+        self.progress.add_sample(
+            Sample(
+                self._now(),
+                {tier: t.used_bytes for tier, t in tiers.items()},
+                {tier: t.dirty_bytes for tier, t in tiers.items()},
+                {tier: t.capacity_bytes for tier, t in tiers.items()},
+            )
+        )
+        self.progress.set_counters(status.counters)
+        return int(status.blocks)
 
-    def _add_counters(self) -> None:
-        """Add the counters of a boot that ends."""
-        for name, value in self._last_counters.items():
-            self.progress.counters[name] = self.progress.counters.get(name, 0.0) + value
-        self._last_counters = {}
-
-
-def summary(options: Options, progress: Progress) -> dict[str, Any]:
-    """The figures of a run, for JSON and for the table."""
-    outcomes = progress.outcomes
-    asked = sum(o.asked for o in outcomes)
-    ideal, total = ideal_hits(options.requests)
-    hits = {tier.name.lower(): progress.hits(tier) for tier in (Tier.CPU, Tier.NVME)}
-    after_restart = progress.hits(Tier.NVME, progress.back_at_s) if progress.back_at_s is not None else 0
-    saved, loaded = sum(o.saved for o in outcomes), sum(hits.values())
-    load_s, save_s = sum(o.load_s for o in outcomes), sum(o.save_s for o in outcomes)
-    gb = BLOCK_BYTES / 1e9
-
-    def counter(name: str) -> int:
-        return int(progress.counters.get(f"kvtierd_{name}_total", 0))
-
-    return {
-        "shape": SHAPE,
-        "requests": len(outcomes),
-        "blocks_asked": asked,
-        "prefix_hit_ratio": loaded / asked if asked else 0.0,
-        "hit_ratio_by_tier": {name: count / asked if asked else 0.0 for name, count in hits.items()},
-        "ideal_prefix_hit_ratio": ideal / total if total else 0.0,
-        "saved_gb": saved * gb,
-        "loaded_gb": loaded * gb,
-        "save_gb_per_s": saved * gb / save_s if save_s else 0.0,
-        "load_gb_per_s": loaded * gb / load_s if load_s else 0.0,
-        "demotions": int(progress.counters.get("demotions", 0)),
-        "promotions": int(progress.counters.get("promotions", 0)),
-        "evictions": counter("evictions"),
-        "rejected": sum(o.rejected for o in outcomes),
-        "restarts_survived": progress.restarts,
-        "nvme_hits_after_restart": after_restart,
-        "wrong_bytes": progress.wrong_bytes,
-        "seconds": progress.took_s,
-    }
-
-
-def verdict(options: Options, progress: Progress, figures: dict[str, Any]) -> str:
-    """Empty when the run proves what it should, else why not."""
-    if progress.failure:
-        return progress.failure
-    if progress.wrong_bytes:
-        return f"{progress.wrong_bytes} wrong bytes were loaded"
-    if len(progress.outcomes) < progress.total:
-        return f"only {len(progress.outcomes)} of {progress.total} requests were replayed"
-    if options.kill and not progress.restarts:
-        return "the daemon did not come back"
-    if options.kill and options.nvme_bytes and not figures["nvme_hits_after_restart"]:
-        return "nothing was loaded from NVMe after the restart"
-    return ""
+    def _clean_up(self) -> None:
+        """End every process."""
+        self._stop()
+        for worker in self._workers:
+            if worker.process.pid is not None:
+                if self.progress.failure or len(self.progress.outcomes) < self.progress.total:
+                    worker.process.terminate()
+                worker.process.join(2)
+                if worker.process.is_alive():
+                    worker.process.kill()
+                    worker.process.join()
+                worker.process.close()
+            worker.pipe.close()
+        if self._daemon.process is not None:
+            self._take_sample()
+            self.progress.took_s = max(self._now(), 0.0)
+        if self._options.keep:
+            with contextlib.suppress(Exception):
+                self._daemon.stop(20)  # writes down what is only in memory
+        self._daemon.kill()
+        self._daemon.remove_sockets()

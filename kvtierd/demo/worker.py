@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import time
@@ -13,7 +14,8 @@ from typing import Final
 import numpy as np
 
 from kvtierd.client import Client
-from kvtierd.demo.content import BLOCK_BYTES, Words, fill, key_of, namespace, wrong_bytes
+from kvtierd.demo.content import BLOCK_BYTES, Words, fill, keys_of, namespace, spoil, wrong_bytes
+from kvtierd.demo.daemon import die_with_parent
 from kvtierd.demo.trace import Request
 from kvtierd.model import Tier
 
@@ -27,6 +29,7 @@ SAVE_WAIT_S: Final = 1.0
 class Job:
     """What a worker does."""
 
+    name: str
     address: str
     requests: list[tuple[int, Request]]
     """(number in the trace, request)."""
@@ -57,57 +60,100 @@ class Outcome:
     attached: bool = True
 
 
+@dataclass(frozen=True)
+class Ended:
+    """Last message of a worker."""
+
+    error: str = ""
+    """Empty, or what it failed with."""
+
+
 def work(job: Job, pipe: Connection) -> None:
-    """Entry point of the process. Sends an Outcome a request, then None."""
+    """Entry point of the process. Sends an Outcome a request, then Ended; ends early when anything comes in or the parent goes.
+
+    A pipe and not an event of ``multiprocessing``: setting that one hangs when a process was killed while it waited for it.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    die_with_parent()
     logging.getLogger("kvtierd.client").setLevel(logging.ERROR)  # the view shows who has no cache
-    buffers = np.empty((BATCH, BLOCK_BYTES // 8), np.uint64)
-    with Client(namespace(job.seed), job.address, timeout_s=TIMEOUT_S, name="demo") as client:
+    error = ""
+    with contextlib.suppress(BrokenPipeError):  # nobody is left to listen
+        try:
+            for outcome in _replay(job, pipe):
+                pipe.send(outcome)
+        except Exception as e:
+            error = f"{type(e).__name__}: {e}"
+        pipe.send(Ended(error))
+    pipe.close()
+
+
+def _replay(job: Job, pipe: Connection) -> Iterator[Outcome]:
+    with Client(namespace(job.seed), job.address, timeout_s=TIMEOUT_S, name=job.name) as client:
         client.wait_attached(TIMEOUT_S)
-        corrupt = job.corrupt_one
+        replay = Replay(client, job.seed, corrupt=job.corrupt_one)
         for number, request in job.requests:
             due_s = job.started_s + request.at_s / job.speedup
-            time.sleep(max(due_s - time.monotonic(), 0.0))
+            if pipe.poll(max(due_s - time.monotonic(), 0.0)):
+                return
             outcome = Outcome(number, time.monotonic() - job.started_s, len(request.blocks))
-            keys = [key_of(block, job.seed) for block in request.blocks]
-            corrupt = _load(client, keys, buffers, outcome, corrupt=corrupt)
-            _save(client, keys[sum(outcome.hits.values()) :], buffers, outcome)
+            replay.run(request, outcome)
             outcome.attached = client.status.attached
-            pipe.send(outcome)
-    pipe.send(None)
-    pipe.close()
+            yield outcome
+
+
+class Replay:
+    """Replays requests through a client, with buffers of its own.
+
+    Args:
+        client: where to save and load.
+        seed: the demo's.
+        corrupt: flip one bit of the first block that is loaded, before it is checked.
+    """
+
+    def __init__(self, client: Client, seed: int, *, corrupt: bool = False) -> None:
+        self._client = client
+        self._seed = seed
+        self._corrupt = corrupt
+        self._buffers: Words = np.empty((BATCH, BLOCK_BYTES // 8), np.uint64)
+
+    def run(self, request: Request, outcome: Outcome) -> None:
+        """Load and check the prefix that is held, then save the rest, as an engine would after computing it."""
+        keys = keys_of(request.blocks, self._seed)
+        self._load(keys, outcome)
+        self._save(keys[sum(outcome.hits.values()) :], outcome)
+
+    def _load(self, keys: list[bytes], outcome: Outcome) -> None:
+        # What is held is asked first: a load asks for what there is, and what there is fits the buffers that were spoilt for it.
+        keys = keys[: self._client.lookup(keys).held]
+        for batch in _batches(keys):
+            buffers = self._buffers[: len(batch)]
+            spoil(buffers)  # else a block that was not copied could be right from the last time
+            began_s = time.perf_counter()
+            result = self._client.load(batch, list(buffers))
+            outcome.load_s += time.perf_counter() - began_s
+            if self._corrupt and result.loaded:
+                buffers[0, 4242] ^= np.uint64(1 << 17)
+                self._corrupt = False
+            outcome.wrong_bytes += sum(wrong_bytes(key, buffers[i]) for i, key in enumerate(batch[: result.loaded]))
+            for tier, count in result.by_tier.items():
+                outcome.hits[tier] = outcome.hits.get(tier, 0) + count
+            if result.loaded < len(batch):
+                break
+
+    def _save(self, keys: list[bytes], outcome: Outcome) -> None:
+        for batch in _batches(keys):
+            buffers = self._buffers[: len(batch)]
+            for row, key in zip(buffers, batch, strict=True):
+                fill(key, row)
+            began_s = time.perf_counter()
+            result = self._client.save(batch, list(buffers), wait_s=SAVE_WAIT_S)
+            outcome.save_s += time.perf_counter() - began_s
+            outcome.saved += result.saved
+            outcome.held += result.held
+            outcome.rejected += sum(result.rejected.values())
 
 
 def _batches(keys: list[bytes]) -> Iterator[list[bytes]]:
     for start in range(0, len(keys), BATCH):
         yield keys[start : start + BATCH]
-
-
-def _load(client: Client, keys: list[bytes], buffers: Words, outcome: Outcome, *, corrupt: bool) -> bool:
-    """Load the prefix that is held and check it. Returns whether a bit is still to be flipped."""
-    for batch in _batches(keys):
-        began_s = time.perf_counter()
-        result = client.load(batch, list(buffers[: len(batch)]))
-        outcome.load_s += time.perf_counter() - began_s
-        if corrupt and result.loaded:
-            buffers[0, 4242] ^= np.uint64(1 << 17)
-            corrupt = False
-        outcome.wrong_bytes += sum(wrong_bytes(key, buffers[i]) for i, key in enumerate(batch[: result.loaded]))
-        for tier, count in result.by_tier.items():
-            outcome.hits[tier] = outcome.hits.get(tier, 0) + count
-        if result.loaded < len(batch):
-            break
-    return corrupt
-
-
-def _save(client: Client, keys: list[bytes], buffers: Words, outcome: Outcome) -> None:
-    """Save what was not found, as an engine would after computing it."""
-    for batch in _batches(keys):
-        for row, key in zip(buffers, batch, strict=False):
-            fill(key, row)
-        began_s = time.perf_counter()
-        result = client.save(batch, list(buffers[: len(batch)]), wait_s=SAVE_WAIT_S)
-        outcome.save_s += time.perf_counter() - began_s
-        outcome.saved += result.saved
-        outcome.held += result.held
-        outcome.rejected += sum(result.rejected.values())
