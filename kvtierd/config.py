@@ -69,7 +69,7 @@ def _runtime_dir() -> Path:
 
 
 class HbmConfig(_Section):
-    """GPU memory tier (needs the cuda12 or cuda13 extra)."""
+    """GPU memory tier. Not part of this version: the capacity must be 0."""
 
     capacity: Size = Field(0, description="Bytes of the pool on each GPU; 0 switches the tier off.")
     ttl: OptionalDuration = Field(30.0, description='Idle time after which a copy moves down; "never" for none.')
@@ -174,6 +174,10 @@ class Config(_Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
+        if self.hbm.capacity:
+            raise ValueError("hbm.capacity is set, but this version has no HBM tier; set it to 0")
+        if self.nvme.capacity and self.nvme.capacity < 4 << 20:
+            raise ValueError("nvme.capacity is below 4MiB; raise it, or set it to 0 for no NVMe tier")
         if self.cpu.capacity < 1 << 20:
             raise ValueError("cpu.capacity is below 1MiB; blocks pass through CPU memory on every path")
         if self.cpu.extent_bytes > self.cpu.capacity:
@@ -233,13 +237,20 @@ def load_config(
         raise ConfigError(_explain(e)) from e
 
 
+_SERVICE_LINK = re.compile(r"_SERVICE_(HOST|PORT)|_PORT(_\d+_(TCP|UDP)|$)")
+"""What Kubernetes sets for a Service that is called kvtierd."""
 _NOT_CONFIG = frozenset(["KVTIERD_CONFIG", "KVTIERD_ADDRESS"])
 
 
 def _from_env(env: Mapping[str, str]) -> Iterator[tuple[str, object]]:
     known = {"KVTIERD_" + key.replace(".", "_").upper(): key for key, _ in field_paths() if ".NAME." not in key}
     for name, text in env.items():
-        if not name.startswith("KVTIERD_") or name in _NOT_CONFIG or name.startswith("KVTIERD_COMPLETE"):
+        if (
+            not name.startswith("KVTIERD_")
+            or _SERVICE_LINK.search(name)
+            or name in _NOT_CONFIG
+            or name.startswith("KVTIERD_COMPLETE")
+        ):
             continue
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)

@@ -84,7 +84,7 @@ def demo(**given: Any) -> None:
     if given["cpu_capacity"] < least:
         raise CliConfigError(f"--cpu-capacity: {given['clients']} clients need at least {least >> 20}MiB")
     if not given["no_plot"]:
-        _check_plot(given["plot_path"])
+        given["no_plot"] = not _can_plot(given["plot_path"])
     base = given["folder"] or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvtierd"
     # A terminated demo must still end its children and remove its files.
     signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(143))
@@ -146,11 +146,14 @@ def _run(given: dict[str, Any], requests: list[Request], folder: Path, console: 
     return wrong
 
 
-def _check_plot(path: Path) -> None:
+def _can_plot(path: Path) -> bool:
+    """Whether a plot can be drawn; says so when matplotlib is missing. Raises CliConfigError when it could not be written."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise CliConfigError("the plot needs matplotlib: pip install 'kvtierd[plot]', or pass --no-plot")
+        click.echo("no plot: it needs matplotlib, which the extra `plot` brings", err=True)
+        return False
     target = path if path.exists() else path.parent
     if path.is_dir() or not (path.parent.is_dir() and os.access(target, os.W_OK)):
         raise CliConfigError(f"cannot write the plot to {path.absolute()}; pass --plot PATH or --no-plot")
     if path.suffix.lower() not in ("", ".png"):
         raise CliConfigError(f"the plot is a PNG image; {path.name} should end in .png")
+    return True

@@ -22,7 +22,7 @@ from kvtierd.core.slots import NewExtent, RetireExtent
 from kvtierd.core.state import CoreConfig
 from kvtierd.core.tickets import PinTicket, ReadTicket, SaveGrant
 from kvtierd.core.tier_core import BUSY, TierCore
-from kvtierd.errors import Reason, RequestError, StartupError
+from kvtierd.errors import Reason, RequestError
 from kvtierd.model import DEFAULT_TENANT, Namespace, Tier
 from kvtierd.runtime.sessions import Attached, Sessions
 from kvtierd.tiers.base import BlockIo, RealmInfo
@@ -71,6 +71,8 @@ class Runtime:
         self._progress: dict[ReadTicket, asyncio.Event] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at_s = float("inf")
+        self.stopping = False
+        """True once the daemon takes no new sessions; a drain alone only refuses saves."""
         self._applying = False
         self._background: set[asyncio.Task[None]] = set()
         """Extents on their way out; no more than there are extents."""
@@ -79,8 +81,6 @@ class Runtime:
 
     async def start(self) -> None:
         """Open the NVMe tier, recover its blocks and begin to serve. Raises StartupError."""
-        if self.config.hbm.capacity:
-            raise StartupError("hbm.capacity is set, but this build of the daemon has no HBM tier; set it to 0")
         if self.config.nvme.capacity:
             self.nvme = await asyncio.to_thread(NvmeStore.open, self.config.nvme)
             self.core = TierCore(_core_config(self.config, self.nvme.capacity_bytes), _tenants(self.config))
@@ -273,7 +273,7 @@ class Runtime:
         """Begin a session. Raises RequestError when the namespace or tenant cannot be, or there are too many sessions."""
         namespace.validate()
         self.sessions.check_room()
-        if self.core.state.draining:
+        if self.stopping:
             raise RequestError(Reason.DRAINING, "the daemon is shutting down")
         realm = await self.realm(tenant or DEFAULT_TENANT, namespace)
         session = self.core.attach(self.sessions.next_id(), realm)
@@ -306,10 +306,13 @@ class Runtime:
                 left_s = until_s - self.now()
                 try:
                     # Extents change hands without a slot coming free, so the question is also asked anew from time to time.
-                    await asyncio.wait_for(space.wait(), max(min(left_s, RETRY_S), 0.001))
+                    async with asyncio.timeout(max(min(left_s, RETRY_S), 0.001)):
+                        await space.wait()
                 except TimeoutError:
                     if left_s <= RETRY_S:
                         return grant
+            if self.sessions.by_id(attached.session_id) is not attached:
+                raise RequestError(Reason.UNKNOWN_SESSION, "the session ended while its save waited for room")
             space = self._space
             grant = self.core.save(self.now(), attached.core, realm, keys)
             self.apply()
@@ -416,7 +419,8 @@ class Runtime:
         while self.core.undrained_bytes and self.now() < until_s:
             space = self._space
             try:
-                await asyncio.wait_for(space.wait(), max(min(until_s - self.now(), 1.0), 0.001))
+                async with asyncio.timeout(max(min(until_s - self.now(), 1.0), 0.001)):
+                    await space.wait()
             except TimeoutError:
                 continue
         left = self.core.undrained_bytes

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncIterator
 from typing import Any, Final
@@ -23,9 +24,13 @@ from kvtierd.service.metrics import Metrics
 from kvtierd.service.status import as_request_error, code_number
 from kvtierd.v1 import kvtier_pb2 as pb
 
+log = logging.getLogger(__name__)
+
 MAX_WAITING_CALLS: Final = 256
 """Calls of one stream that may wait at one time."""
 HELLO_TIMEOUT_S: Final = 10.0
+CANCEL_WAIT_S: Final = 2.0
+"""How long a stream that has ended waits for its calls to notice."""
 OLDEST_PROTOCOL: Final = 1
 
 Stream = grpc.aio.ServicerContext[Any, Any]
@@ -75,17 +80,27 @@ class AttachStream:
                     raise RequestError(Reason.BAD_REQUEST, "only the first message of the stream may be a Hello")
                 await self._answer(attached, request.call)
         finally:
-            for task in list(self._waiting):
-                task.cancel()
-            if self._waiting:
-                await asyncio.gather(*self._waiting, return_exceptions=True)
             attached.on_event = None
             attached.stream_open = False
-            self._rt.end_if_over(attached)
+            try:
+                await self._end_waiting()
+            finally:
+                self._rt.end_if_over(attached)
+
+    async def _end_waiting(self) -> None:
+        """Cancel the calls that wait. A session ends with its engine even if one of them does not listen."""
+        for task in list(self._waiting):
+            task.cancel()
+        if self._waiting:
+            _, deaf = await asyncio.wait(self._waiting, timeout=CANCEL_WAIT_S)
+            for task in deaf:
+                log.warning("a call of an ended stream goes on: %r", task)
+                task.cancel()
 
     async def _begin(self) -> Attached:
         try:
-            request = await asyncio.wait_for(self._context.read(), HELLO_TIMEOUT_S)
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                request = await self._context.read()
         except TimeoutError:
             raise RequestError(Reason.BAD_REQUEST, f"no Hello within {HELLO_TIMEOUT_S:.0f} s") from None
         if request is grpc.aio.EOF or request.WhichOneof("message") != "hello":

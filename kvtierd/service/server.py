@@ -169,11 +169,14 @@ class Daemon:
         """Tell clients, take nothing new, and write down what exists only in memory."""
         timeout_s = self.config.server.drain_timeout
         log.info("draining for at most %.0f s", timeout_s)
+        self.runtime.stopping = True
         for attached in self.runtime.sessions:
             if attached.on_event is not None:
                 attached.on_event("the daemon is shutting down")
         left = await self.runtime.drain(timeout_s, resume=False)
-        if left:
+        if not left:
+            log.info("drained: nothing is left that is only in memory")
+        else:
             log.warning("%d bytes were not written to NVMe in time and are lost", left)
 
     def _count_moves(self, report: MoveReport) -> None:
