@@ -290,10 +290,16 @@ class Runtime:
         self.apply()
         log.info("session %d ended", attached.session_id)
 
+    def check_alive(self, attached: Attached) -> None:
+        """Raise RequestError UNKNOWN_SESSION when a session has ended; to be asked after every wait, before it is used again."""
+        if self.sessions.by_id(attached.session_id) is not attached:
+            raise RequestError(Reason.UNKNOWN_SESSION, "the session has ended meanwhile; attach again")
+
     # ---- data
 
     async def save(self, attached: Attached, realm: Realm, keys: list[bytes], wait_s: float) -> SaveGrant:
         """Grant slots; keys refused for lack of room are tried again until ``wait_s`` has passed."""
+        self.check_alive(attached)
         space = self._space
         grant = self.core.save(self.now(), attached.core, realm, keys)
         self.apply()
@@ -311,8 +317,7 @@ class Runtime:
                 except TimeoutError:
                     if left_s <= RETRY_S:
                         return grant
-            if self.sessions.by_id(attached.session_id) is not attached:
-                raise RequestError(Reason.UNKNOWN_SESSION, "the session ended while its save waited for room")
+            self.check_alive(attached)
             space = self._space
             grant = self.core.save(self.now(), attached.core, realm, keys)
             self.apply()
@@ -332,11 +337,13 @@ class Runtime:
 
     def load(self, attached: Attached, realm: Realm, keys: list[bytes], deadline_s: float, *, each: bool) -> ReadTicket:
         """Begin a load; ``deadline_s`` is a duration."""
+        self.check_alive(attached)
         ticket = self.core.load(self.now(), attached.core, realm, keys, self.now() + deadline_s, each=each)
         return self._watched(ticket)
 
     def prefetch(self, attached: Attached, realm: Realm, keys: list[bytes], deadline_s: float) -> ReadTicket:
         """Begin a prefetch; ``deadline_s`` is a duration."""
+        self.check_alive(attached)
         ticket = self.core.prefetch(self.now(), attached.core, realm, keys, self.now() + deadline_s)
         return self._watched(ticket)
 

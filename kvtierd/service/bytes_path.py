@@ -46,6 +46,8 @@ class BytesSaver:
             self._shard, self._filled = shard, 0
         if self._shard >= len(self._sizes) or self._filled + len(data) > self._sizes[self._shard]:
             raise RequestError(Reason.BAD_REQUEST, f"more bytes than the {list(self._sizes)} of the shards of a block")
+        # The session may have ended while parts were on their way; its slots are somebody else's then.
+        self._rt.check_alive(self._attached)
         if self._ticket:
             view = self._rt.cpu.view(self._slots[self._shard])
             view[self._filled : self._filled + len(data)] = data
@@ -80,6 +82,6 @@ class BytesSaver:
 
     def give_up(self) -> None:
         """Return the slots of a block that will not be finished."""
-        if self._ticket:
+        if self._ticket in self._attached.core.tickets:  # they came back by themselves when the session ended
             self._rt.abort(self._attached, self._ticket, ())
             self._ticket = 0

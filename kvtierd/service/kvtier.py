@@ -167,17 +167,16 @@ class KvTierServicer(kvtier_pb2_grpc.KvTierServiceServicer):
                 async for step in self._calls.load_steps(ticket):
                     for position, index in enumerate(step.indexes):
                         for shard, size in enumerate(shards):
-                            view = self._rt.cpu.view(step.slots[position * len(shards) + shard])[:size]
+                            slot = step.slots[position * len(shards) + shard]
                             for start in range(0, size, PART_BYTES):
+                                # The session may have ended while a part was sent; its slots are somebody else's then.
+                                self._rt.check_alive(attached)
+                                view = self._rt.cpu.view(slot)[start : min(start + PART_BYTES, size)]
+                                data = bytes(view)
+                                view.release()
                                 await context.write(
-                                    pb.LoadBytesResponse(
-                                        boot_epoch=self._rt.boot_epoch,
-                                        index=index,
-                                        shard=shard,
-                                        data=bytes(view[start : start + PART_BYTES]),
-                                    )
+                                    pb.LoadBytesResponse(boot_epoch=self._rt.boot_epoch, index=index, shard=shard, data=data)
                                 )
-                            view.release()
                         self._rt.release_if_open(attached, ticket.ticket_id, [index])
                     reason = step.reason
             finally:

@@ -6,8 +6,9 @@ Method: real client processes that are killed while they hold slots, watched thr
 import multiprocessing
 import os
 import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 
 import grpc
@@ -132,3 +133,33 @@ def test_calls_with_bad_arguments_are_refused(make_daemon: MakeDaemon, make_clie
         assert stub.Lookup(kv.LookupRequest(session=token), timeout=10).held == 0, "no keys is no error"
         assert stub.Save(kv.SaveRequest(session=token), timeout=10).ticket == 0
     assert client.lookup([b"k" * 32]).held == 1
+
+
+def test_bytes_of_a_session_that_ended_go_nowhere(make_daemon: MakeDaemon, make_client: MakeClient) -> None:
+    daemon = make_daemon(cpu={"capacity": "8MiB"}, nvme={"capacity": 0})
+    leaving = make_client(daemon, 4 * MIB, bytes_only=True)
+    token = leaving.session_token
+    half_sent, go_on = threading.Event(), threading.Event()
+
+    def parts() -> Iterator[kv.SaveBytesRequest]:
+        yield kv.SaveBytesRequest(session=token, key=b"a" * 32, data=b"x" * (2 * MIB))
+        half_sent.set()
+        assert go_on.wait(30)
+        yield kv.SaveBytesRequest(key=b"a" * 32, data=b"x" * (2 * MIB))
+
+    with grpc.insecure_channel(daemon.address) as channel:
+        call = kvtier_pb2_grpc.KvTierServiceStub(channel).SaveBytes.future(parts(), timeout=30)
+        assert half_sent.wait(30)
+        wait_for(lambda: daemon.status().tiers[0].pinned_bytes > 0, "the block has its slot")
+        leaving.close()
+        wait_for(lambda: not daemon.status().sessions, "the session ends with its stream")
+        staying = make_client(daemon, 4 * MIB)
+        keys = [b"b" * 32, b"c" * 32]
+        assert staying.save(keys, [bytes(4 * MIB)] * 2, wait_s=5).saved == 2, "all of memory is free again"
+        go_on.set()
+        with pytest.raises(grpc.RpcError) as caught:
+            call.result()
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    out = [np.ones(4 * MIB, np.uint8) for _ in keys]
+    assert staying.load(keys, out).loaded == 2
+    assert not any(o.any() for o in out), "late parts must not land in slots of others"
