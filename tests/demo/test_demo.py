@@ -4,6 +4,7 @@ Method: the command as a child process with a small part of the trace; runs in t
 the middle.
 """
 
+import contextlib
 import json
 import os
 import select
@@ -114,7 +115,11 @@ def test_an_interrupted_demo_leaves_nothing_behind(tmp_path: Path, number: signa
 
 
 def children_of(parent: int) -> list[int]:
-    return [int(p) for task in Path(f"/proc/{parent}/task").iterdir() for p in (task / "children").read_text().split()]
+    children: list[int] = []
+    for task in Path(f"/proc/{parent}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # threads come and go
+            children += map(int, (task / "children").read_text().split())
+    return children
 
 
 def small_run(
