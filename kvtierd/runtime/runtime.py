@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Final, Protocol
 
 from kvtierd.config import Config
-from kvtierd.core.block import Block
+from kvtierd.core.block import Block, CopyState
 from kvtierd.core.commands import Forget, Progress, SpaceFreed, StartMoves
 from kvtierd.core.realm import Realm, Tenant
 from kvtierd.core.slots import NewExtent, RetireExtent
@@ -39,6 +39,7 @@ SNAPSHOT_CHUNK: Final = 4096
 """Copies gathered for a snapshot in one go of the event loop."""
 EVICT_CHUNK: Final = 4096
 RETRY_S: Final = 0.25
+EVICT_POLL_S: Final = 0.005
 RECOVER_CHUNK: Final = 20_000
 MAX_TENANT_NAME: Final = 128
 
@@ -403,6 +404,10 @@ class Runtime:
                 evicted += self.core.evict_keys(self.now(), realm, chosen[start : start + EVICT_CHUNK], tier, idle_s)
                 self.apply()
                 await asyncio.sleep(0)
+        # A block that was being written down leaves a record when the write ends; only then can its removal be recorded.
+        doomed = {m.move_id for m in self.core.state.moves.values() if m.dst.state is CopyState.DOOMED}
+        while doomed & self.core.state.moves.keys():
+            await asyncio.sleep(EVICT_POLL_S)  # noqa: ASYNC110 - moves end within an I/O, and need no event of their own
         if self.nvme is not None:
             await asyncio.to_thread(self.nvme.flush)
         return evicted
