@@ -406,8 +406,8 @@ class Runtime:
                 await asyncio.sleep(0)
         # A block that was being written down leaves a record when the write ends; only then can its removal be recorded.
         doomed = {m.move_id for m in self.core.state.moves.values() if m.dst.state is CopyState.DOOMED}
-        while doomed & self.core.state.moves.keys():
-            await asyncio.sleep(EVICT_POLL_S)  # noqa: ASYNC110 - moves end within an I/O, and need no event of their own
+        while doomed & self.core.state.moves.keys():  # noqa: ASYNC110 - they end within an I/O, and need no event of their own
+            await asyncio.sleep(EVICT_POLL_S)
         if self.nvme is not None:
             await asyncio.to_thread(self.nvme.flush)
         return evicted
