@@ -93,6 +93,11 @@ class ReadTicket:
     """Why the rest is missing."""
     closed: bool = False
 
+    def check_taken(self, index: int) -> None:
+        """Raise RequestError UNKNOWN_TICKET unless key ``index`` was handed out and not released: only then is it pinned."""
+        if self.entries[index] != Entry.TAKEN:
+            raise RequestError(Reason.UNKNOWN_TICKET, f"index {index} of ticket {self.ticket_id} was released")
+
     @property
     def ready(self) -> int:
         """Keys whose bytes are in memory or were handed out."""

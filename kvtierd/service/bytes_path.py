@@ -46,9 +46,10 @@ class BytesSaver:
             self._shard, self._filled = shard, 0
         if self._shard >= len(self._sizes) or self._filled + len(data) > self._sizes[self._shard]:
             raise RequestError(Reason.BAD_REQUEST, f"more bytes than the {list(self._sizes)} of the shards of a block")
-        # The session may have ended while parts were on their way; its slots are somebody else's then.
         self._rt.check_alive(self._attached)
         if self._ticket:
+            # Only an open ticket gives a right to its slots: they are somebody else's once it was aborted or committed.
+            self._attached.core.ticket(self._ticket)
             view = self._rt.cpu.view(self._slots[self._shard])
             view[self._filled : self._filled + len(data)] = data
             view.release()

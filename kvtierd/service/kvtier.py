@@ -10,7 +10,7 @@ from typing import Any, Final
 import grpc
 
 from kvtierd.errors import Reason, RequestError
-from kvtierd.model import KEY_BYTES, split_keys
+from kvtierd.model import KEY_BYTES
 from kvtierd.runtime import Attached, Runtime
 from kvtierd.service import status
 from kvtierd.service.attach import AttachStream
@@ -159,7 +159,6 @@ class KvTierServicer(kvtier_pb2_grpc.KvTierServiceServicer):
 
         async def work() -> None:
             attached = self._calls.session(request.session)
-            split_keys(request.keys)
             ticket = await self._calls.begin_load(attached, request.tenant, request.keys, request.deadline_ms, each=request.each)
             shards = ticket.realm.namespace.shard_bytes
             reason = 0
@@ -169,8 +168,9 @@ class KvTierServicer(kvtier_pb2_grpc.KvTierServiceServicer):
                         for shard, size in enumerate(shards):
                             slot = step.slots[position * len(shards) + shard]
                             for start in range(0, size, PART_BYTES):
-                                # The session may have ended while a part was sent; its slots are somebody else's then.
                                 self._rt.check_alive(attached)
+                                # Its slots may be somebody else's once the block was released, while a part was sent.
+                                ticket.check_taken(index)
                                 view = self._rt.cpu.view(slot)[start : min(start + PART_BYTES, size)]
                                 data = bytes(view)
                                 view.release()
