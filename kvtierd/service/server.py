@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import gc
 import logging
 import os
 import signal
 import socket
-import stat
 from collections.abc import Coroutine
-from pathlib import Path
 from typing import Any, Final
 
 import grpc
@@ -23,7 +20,7 @@ from grpc_reflection.v1alpha import reflection
 from kvtierd import __version__
 from kvtierd.config import Config, ServerConfig
 from kvtierd.core.stats import StatsSnapshot
-from kvtierd.errors import KvtierdError, StartupError
+from kvtierd.errors import StartupError
 from kvtierd.model import Tier
 from kvtierd.runtime import Runtime
 from kvtierd.service.admin import AdminServicer
@@ -34,6 +31,7 @@ from kvtierd.service.http import MetricsServer
 from kvtierd.service.kvtier import KvTierServicer
 from kvtierd.service.logs import set_up_logging
 from kvtierd.service.metrics import Metrics, watch_loop_lag
+from kvtierd.service.socketpath import SocketPath
 from kvtierd.tiers.cpu import check_limits
 from kvtierd.transfer.executor import MoveReport
 from kvtierd.v1 import admin_pb2, admin_pb2_grpc, kvtier_pb2, kvtier_pb2_grpc
@@ -43,8 +41,6 @@ log = logging.getLogger(__name__)
 MAX_MESSAGE_BYTES: Final = 8 << 20
 """Largest gRPC message; 65,536 keys take 2 MiB."""
 STOP_GRACE_S: Final = 1.0
-MAX_UNIX_PATH: Final = 107
-"""Bytes of a unix socket's path that Linux takes."""
 
 
 class Daemon:
@@ -54,6 +50,7 @@ class Daemon:
         self.config = config
         self.metrics = Metrics(tenants=config.tenants)
         self.runtime: Runtime
+        self._socket = SocketPath(config.server.socket, socket.SOCK_STREAM, key="server.socket", name="gRPC socket", private=True)
         self.stopping = asyncio.Event()
         self.failure: BaseException | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -82,7 +79,8 @@ class Daemon:
         config = self.config
         check_limits(config.cpu.capacity)
         async with contextlib.AsyncExitStack() as stack:
-            stack.enter_context(_claim_socket(config.server.socket))
+            self._socket.claim()
+            stack.callback(self._socket.release)
             self.runtime = Runtime(config)
             # Health is answered from the start, so that a long recovery is not taken for a hang.
             await self._start_http(stack)
@@ -140,6 +138,7 @@ class Daemon:
         _add_ports(server, limits)
         await server.start()
         limits.socket.chmod(limits.socket_mode)
+        self._socket.bound()
         for name in ["", *names]:
             await checker.set(name, health_pb2.HealthCheckResponse.SERVING)
 
@@ -201,49 +200,6 @@ def _calm_gc() -> None:
     gc.enable()
 
 
-@contextlib.contextmanager
-def _claim_socket(path: Path) -> Any:
-    """Own a socket's path: one daemon at a time, and a socket file left by a dead one is removed."""
-    if len(os.fsencode(path)) > MAX_UNIX_PATH:
-        raise StartupError(f"the socket path {path} is longer than {MAX_UNIX_PATH} bytes; set server.socket to a shorter one")
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as e:
-        raise StartupError(f"cannot make the socket folder {path.parent}: {e.strerror}; set server.socket") from e
-    try:
-        if path.parent.stat().st_uid not in (os.getuid(), 0):
-            raise StartupError(f"{path.parent} belongs to another user; set server.socket to a folder of your own")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as e:
-            raise StartupError(f"another kvtierd serves on {path}; stop it, or set server.socket to another path") from e
-        _remove_stale(path)
-        yield
-        path.unlink(missing_ok=True)
-    finally:
-        os.close(lock)
-
-
-def _remove_stale(path: Path) -> None:
-    try:
-        mode = path.lstat().st_mode
-    except FileNotFoundError:
-        return
-    if not stat.S_ISSOCK(mode):
-        raise StartupError(f"{path} exists and is no socket; remove it, or set server.socket to another path")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(str(path))
-        except (ConnectionRefusedError, FileNotFoundError):
-            path.unlink(missing_ok=True)
-            return
-        except OSError as e:
-            raise StartupError(f"{path} cannot be checked: {e}") from e
-    raise StartupError(f"another program listens on {path}; stop it, or set server.socket to another path")
-
-
 def _add_ports(server: grpc.aio.Server, config: ServerConfig) -> None:
     old = os.umask(0o177)
     try:
@@ -266,10 +222,6 @@ def _add_ports(server: grpc.aio.Server, config: ServerConfig) -> None:
         raise StartupError(f"cannot listen on {config.listen}: {e}; is the port in use, or a certificate missing?") from e
 
 
-async def _main(config: Config) -> int:
-    return await Daemon(config).serve()
-
-
 def run(config: Config) -> int:
     """Run the daemon in this process until SIGTERM or SIGINT. Returns the exit status.
 
@@ -278,9 +230,7 @@ def run(config: Config) -> int:
     """
     set_up_logging(config.log)
     try:
-        return uvloop.run(_main(config))
-    except KvtierdError:
-        raise
+        return uvloop.run(Daemon(config).serve())
     except KeyboardInterrupt:
         return 130
 

@@ -1,0 +1,107 @@
+"""The path of a unix socket: one daemon at a time, nothing stale in the way, and only one's own file removed."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import stat
+from pathlib import Path
+from typing import Final
+
+from kvtierd.errors import StartupError
+
+MAX_PATH_BYTES: Final = 107
+"""Longest path of a unix socket that Linux takes."""
+
+
+class SocketPath:
+    """Owns a path from :meth:`claim` to :meth:`release`.
+
+    Args:
+        path: of the socket.
+        kind: SOCK_STREAM or SOCK_SEQPACKET, to ask whether somebody listens.
+        key: configuration key that names the path, for error texts.
+        name: what the socket is, for error texts.
+        private: the folder must be one's own (or root's).
+    """
+
+    def __init__(self, path: Path, kind: socket.SocketKind, *, key: str, name: str, private: bool = False) -> None:
+        self.path = path
+        self._kind = kind
+        self._key = key
+        self._name = name
+        self._private = private
+        self._fix = f"set {key} to another path"
+        self._lock = -1
+        self._identity: tuple[int, int] | None = None
+
+    def claim(self) -> None:
+        """Take the path: make its folder, lock it, remove a file that a dead daemon left. Raises StartupError."""
+        if len(os.fsencode(self.path)) > MAX_PATH_BYTES:
+            raise StartupError(
+                f"the socket path {self.path} is longer than {MAX_PATH_BYTES} bytes; set {self._key} to a shorter one"
+            )
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if self._private and self.path.parent.stat().st_uid not in (os.getuid(), 0):
+                raise StartupError(f"{self.path.parent} belongs to another user; set {self._key} to a folder of your own")
+            self._take_lock()
+            self._remove_stale()
+        except OSError as e:
+            self._drop_lock()
+            raise self.unusable(e) from e
+        except StartupError:
+            self._drop_lock()
+            raise
+
+    def unusable(self, error: OSError) -> StartupError:
+        """What to raise when the socket cannot be had."""
+        return StartupError(f"cannot listen on the {self._name} {self.path}: {error.strerror}; {self._fix}")
+
+    def bound(self) -> None:
+        """Note that the file at the path is one's own now. Raises OSError."""
+        info = self.path.lstat()
+        self._identity = (info.st_dev, info.st_ino)
+
+    def release(self) -> None:
+        """Remove the file, if it is still one's own, and let others have the path."""
+        with contextlib.suppress(OSError):
+            info = self.path.lstat()
+            if (info.st_dev, info.st_ino) == self._identity:
+                self.path.unlink()
+        self._drop_lock()
+
+    def _take_lock(self) -> None:
+        """Two daemons that find the same stale file must not both remove it. The lock file stays."""
+        self._lock = os.open(self.path.with_name(self.path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as e:
+            raise StartupError(f"another kvtierd has the {self._name} {self.path}; stop it, or {self._fix}") from e
+
+    def _drop_lock(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _remove_stale(self) -> None:
+        try:
+            mode = self.path.lstat().st_mode
+        except FileNotFoundError:
+            return
+        if not stat.S_ISSOCK(mode):
+            raise StartupError(f"{self.path} exists and is no socket; remove it, or {self._fix}")
+        with socket.socket(socket.AF_UNIX, self._kind) as probe:
+            probe.setblocking(False)
+            try:
+                probe.connect(str(self.path))
+            except (ConnectionRefusedError, FileNotFoundError):
+                self.path.unlink(missing_ok=True)
+                return
+            except BlockingIOError:
+                pass  # somebody listens and is busy
+            except OSError as e:
+                raise StartupError(f"{self.path} is in use or cannot be checked: {e.strerror}; remove it, or {self._fix}") from e
+        raise StartupError(f"another program listens on {self.path}; stop it, or {self._fix}")
