@@ -11,8 +11,8 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
-from typing import Final, Protocol
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from typing import Any, Final, Protocol
 
 from kvtierd.config import Config
 from kvtierd.core.block import Block, CopyState
@@ -76,7 +76,7 @@ class Runtime:
         """True once the daemon takes no new sessions; a drain alone only refuses saves."""
         self._applying = False
         self._background: set[asyncio.Task[None]] = set()
-        """Extents on their way out; no more than there are extents."""
+        """Extents on their way out and realms on their way to disk; no more than there are of both."""
 
     # ---- start and stop
 
@@ -203,9 +203,7 @@ class Runtime:
             self.nvme.drop_extent(command.extent_id)
             self.core.extent_released(self.now(), Tier.NVME, command.extent_id)
             return
-        task = asyncio.get_running_loop().create_task(self._retire_cpu(command.extent_id))
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        self._in_background(self._retire_cpu(command.extent_id))
 
     async def _retire_cpu(self, extent_id: int) -> None:
         """Give an extent's memory back; it counts until no client can have it registered with a device any more."""
@@ -259,24 +257,37 @@ class Runtime:
             return self.core.state.realms[known]
         if not tenant.isprintable() or len(tenant) > MAX_TENANT_NAME:
             raise RequestError(Reason.BAD_REQUEST, f"a tenant name has at most {MAX_TENANT_NAME} printable characters")
-        async with self._realm_lock:
-            realm, new = self.core.open_realm(tenant, namespace)
-            if new and self.nvme is not None:
-                realm.writable = False
-                try:
-                    await asyncio.to_thread(self.nvme.register_realm, RealmInfo(realm.realm_id, tenant, namespace))
-                    realm.writable = True
-                except (OSError, RequestError) as e:
-                    log.error("cannot record a namespace on NVMe: %s; its blocks stay in memory", e)
+        realm, _ = self.core.open_realm(tenant, namespace)
+        if self.nvme is not None:
+            realm.writable = False
+            # A task of its own: whoever asked for the realm may go away, the realm stays.
+            await asyncio.shield(self._in_background(self._register(self.nvme, realm)))
         return realm
+
+    async def _register(self, store: NvmeStore, realm: Realm) -> None:
+        """Record a realm on disk, so that its blocks may be written down."""
+        async with self._realm_lock:
+            try:
+                await asyncio.to_thread(store.register_realm, RealmInfo(realm.realm_id, realm.tenant.name, realm.namespace))
+                realm.writable = True
+            except (OSError, RequestError) as e:
+                log.error("cannot record a namespace on NVMe: %s; its blocks stay in memory", e)
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start work that :meth:`stop` waits for."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task
 
     async def attach(self, namespace: Namespace, tenant: str, client_name: str, pid: int) -> Attached:
         """Begin a session. Raises RequestError when the namespace or tenant cannot be, or there are too many sessions."""
         namespace.validate()
-        self.sessions.check_room()
         if self.stopping:
             raise RequestError(Reason.DRAINING, "the daemon is shutting down")
+        self.sessions.check_room()
         realm = await self.realm(tenant or DEFAULT_TENANT, namespace)
+        self.sessions.check_room()  # others may have come meanwhile
         session = self.core.attach(self.sessions.next_id(), realm)
         attached = self.sessions.add(session, realm, client_name[:64], pid, self.now())
         log.info("session %d attached: %s, tenant %s, pid %d", attached.session_id, attached.client_name, attached.tenant, pid)
@@ -428,18 +439,20 @@ class Runtime:
         self.core.drain(self.now(), on=True)
         self.apply()
         until_s = self.now() + timeout_s
-        while self.core.undrained_bytes and self.now() < until_s:
-            space = self._space
-            try:
-                async with asyncio.timeout(max(min(until_s - self.now(), 1.0), 0.001)):
-                    await space.wait()
-            except TimeoutError:
-                continue
-        left = self.core.undrained_bytes
-        if resume:
-            self.core.drain(self.now(), on=False)
-            self.apply()
-        return left
+        try:
+            while self.core.undrained_bytes and self.now() < until_s:
+                space = self._space
+                try:
+                    async with asyncio.timeout(max(min(until_s - self.now(), 1.0), 0.001)):
+                        await space.wait()
+                except TimeoutError:
+                    continue
+            return self.core.undrained_bytes
+        finally:
+            # Also when the caller goes away. A shutdown that began meanwhile goes on draining.
+            if resume and not self.stopping:
+                self.core.drain(self.now(), on=False)
+                self.apply()
 
 
 def _core_config(config: Config, nvme_bytes: int) -> CoreConfig:

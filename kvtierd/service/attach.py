@@ -70,8 +70,10 @@ class AttachStream:
 
     async def run(self) -> None:
         """Serve the stream until the client ends it. Raises RequestError when the session cannot begin."""
-        attached = await self._begin()
+        hello = await self._hello()
+        attached = await self._rt.attach(namespace_of(hello.namespace), hello.tenant, hello.client_name, hello.pid)
         try:
+            await self._welcome_in(attached, hello)
             while True:
                 request = await self._context.read()
                 if request is grpc.aio.EOF:
@@ -97,7 +99,7 @@ class AttachStream:
                 log.warning("a call of an ended stream goes on: %r", task)
                 task.cancel()
 
-    async def _begin(self) -> Attached:
+    async def _hello(self) -> pb.Hello:
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 request = await self._context.read()
@@ -105,19 +107,20 @@ class AttachStream:
             raise RequestError(Reason.BAD_REQUEST, f"no Hello within {HELLO_TIMEOUT_S:.0f} s") from None
         if request is grpc.aio.EOF or request.WhichOneof("message") != "hello":
             raise RequestError(Reason.BAD_REQUEST, "the first message of the stream must be a Hello")
-        hello = request.hello
+        hello: pb.Hello = request.hello
         if not OLDEST_PROTOCOL <= hello.protocol_version <= PROTOCOL_VERSION:
             raise RequestError(
                 Reason.PROTOCOL_VERSION,
                 f"the client speaks protocol {hello.protocol_version}, this daemon ({__version__}) {OLDEST_PROTOCOL} to "
                 f"{PROTOCOL_VERSION}: use client and daemon of the same or neighbouring releases",
             )
-        attached = await self._rt.attach(namespace_of(hello.namespace), hello.tenant, hello.client_name, hello.pid)
+        return hello
+
+    async def _welcome_in(self, attached: Attached, hello: pb.Hello) -> None:
         self._metrics.session_opened()
         loop = asyncio.get_running_loop()
         attached.on_event = lambda text: self._spawn(loop, self._send_event(text))
         await self._write(pb.AttachResponse(welcome=self._welcome(attached, bytes_only=hello.bytes_only)))
-        return attached
 
     def _welcome(self, attached: Attached, *, bytes_only: bool) -> pb.Welcome:
         server = self._rt.config.server
