@@ -385,22 +385,16 @@ class Client:
 
     def _call(self, deadline: Deadline, run: Callable[[Session], T], nothing: Callable[[KvtierdError], T]) -> T:
         """Run an operation in a session; a failure that a cache's user lives with becomes ``nothing(error)``."""
-        try:
-            session = self._link.acquire(deadline)
-        except (DaemonUnavailableError, RequestError) as e:
-            if self.require:
-                raise
-            return nothing(e)
-        try:
-            return run(session)
-        except (DaemonUnavailableError, RequestError) as e:
-            self._passes(e)
-            return nothing(e)
-        finally:
+
+        def run_and_leave(session: Session) -> T:
+            result = run(session)
             session.leave()
+            return result
+
+        return self._hold(deadline, run_and_leave, nothing)
 
     def _hold(self, deadline: Deadline, run: Callable[[Session], T], nothing: Callable[[KvtierdError], T]) -> T:
-        """As ``_call``, for results that keep the session and leave it themselves."""
+        """As ``_call``, for results that keep the session and leave it themselves; a failure leaves it here."""
         try:
             session = self._link.acquire(deadline)
         except (DaemonUnavailableError, RequestError) as e:

@@ -221,6 +221,9 @@ class SessionStream:
         self._ids = itertools.count(1)
         self._call: Any = None
         self._reader: threading.Thread | None = None
+        self._opening = threading.Lock()
+        self._closed = False
+        """Under the lock: a channel that is being closed must not be used to open."""
         self.boot_epoch = 0
         self.lost: KvtierdError | None = None
         """Why the stream has ended; None while it lives."""
@@ -234,9 +237,12 @@ class SessionStream:
         """
         requests: Iterator[pb.AttachRequest] = iter(self._outbox.get, None)
         self._outbox.put(pb.AttachRequest(hello=hello))
-        self._call = kvtier_pb2_grpc.KvTierServiceStub(self.channel).Attach(requests)
-        self._reader = threading.Thread(target=self._read, name="kvtierd-client-reader", daemon=True)
-        self._reader.start()
+        with self._opening:
+            if self._closed:
+                raise DaemonUnavailableError("the session is closed")
+            self._call = kvtier_pb2_grpc.KvTierServiceStub(self.channel).Attach(requests)
+            self._reader = threading.Thread(target=self._read, name="kvtierd-client-reader", daemon=True)
+            self._reader.start()
         try:
             answer = self._welcome.get(timeout=max(0.0, timeout_s))
         except Empty:
@@ -289,6 +295,8 @@ class SessionStream:
 
     def close(self) -> None:
         """End the stream and wait for its reader. May be called by the reader itself and more than once."""
+        with self._opening:
+            self._closed = True
         self._end(DaemonUnavailableError("the session is closed"))
         if self._call is not None:
             self._call.cancel()
