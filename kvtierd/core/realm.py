@@ -94,10 +94,6 @@ class Realm:
         self.writable = True
         """False while the realm is not recorded on disk: its blocks stay in memory until then."""
 
-    def slots_on(self, tier: Tier) -> tuple[int, ...]:
-        """Bytes of a slot of each shard on a tier."""
-        return self.nvme_slot_bytes if tier is Tier.NVME else self.slot_bytes
-
     def oldest_s(self, tier: Tier) -> float | None:
         """Last use of the realm's least recently used copy on a tier."""
         oldest = self.lru[tier].oldest()

@@ -9,7 +9,7 @@ from typing import Final
 from kvtierd.core.block import Block
 from kvtierd.core.realm import Realm
 from kvtierd.core.tickets import ReadTicket
-from kvtierd.core.tier_core import GRANTED, HELD, OUTCOME_NAMES
+from kvtierd.core.tier_core import HELD, OUTCOME_NAMES
 from kvtierd.errors import Reason, RequestError
 from kvtierd.model import Tier, count_keys, split_keys
 from kvtierd.runtime import Attached, Runtime
@@ -199,6 +199,3 @@ def checked_idle(seconds: float) -> float:
     if not (math.isfinite(seconds) and seconds >= 0):
         raise RequestError(Reason.BAD_REQUEST, f"idle_s must be 0 or more; got {seconds}")
     return seconds
-
-
-__all__ = ["GRANTED", "Calls", "checked_expiry", "checked_idle", "tier_of"]
