@@ -6,15 +6,26 @@ Unknown keys are errors with a suggestion. ``docs`` and ``kvtierd config`` are g
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
 
 from kvtierd.errors import ConfigError
 
@@ -24,39 +35,129 @@ _SIZE_UNITS |= {f"{p}i{s}": 1024 ** (i + 1) for i, p in enumerate("kmgt") for s 
 _DURATION_UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-def _number_with_unit(value: object, units: Mapping[str, float], kind: str, example: str) -> float:
+MAX_SIZE_BYTES: Final = 1 << 60
+"""Largest size that a key may say: more than any machine has, and far from where a number overflows."""
+MAX_DURATION_S: Final = 3650 * 86400.0
+"""Longest duration that a key may say, ten years; an endless one is spelled "never" where a key knows that."""
+MAX_DEADLINE_S: Final = 86400.0
+MAX_TENANT_NAME: Final = 128
+
+
+def _number_with_unit(value: object, units: Mapping[str, float], kind: str, example: str, most: float, most_text: str) -> float:
+    """A number in base units, from 0 to ``most``. Raises ValueError that says what may be written."""
+    number: float
     if isinstance(value, bool):
         raise ValueError(f"a {kind} is a number with a unit, for example {example}")
     if isinstance(value, int | float):
-        return float(value)
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(value))
-    if not match:
-        raise ValueError(f"{value!r} is not a {kind}; write for example {example}")
-    unit = match[2].lower()
-    if unit not in units:
-        near = difflib.get_close_matches(unit, list(units), 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"unknown unit {match[2]!r} in {value!r}{hint} Write for example {example}")
-    return float(match[1]) * units[unit]
+        number = value
+    else:
+        match = re.fullmatch(r"\s*([+-]?[0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(value))
+        if not match:
+            raise ValueError(f"{value!r} is not a {kind}; write for example {example}")
+        unit = match[2].lower()
+        if unit not in units:
+            near = difflib.get_close_matches(unit, list(units), 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"unknown unit {match[2]!r} in {value!r}{hint} Write for example {example}")
+        number = float(match[1]) * units[unit]
+    if not 0 <= number <= most:  # false for nan too
+        raise ValueError(f"{_shown(value)} is not possible: a {kind} lies between 0 and {most_text}, for example {example}")
+    return number
+
+
+def _shown(value: object) -> str:
+    """A value in an error, shortened where it is absurdly long."""
+    if isinstance(value, int) and abs(value) >= 10**40:
+        return "a number of more than 40 digits"
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def parse_size(value: object) -> int:
-    """Bytes of a size such as 4096, "64MiB" or "1.5 GB". Raises ValueError with an example."""
-    return int(_number_with_unit(value, _SIZE_UNITS, "size", '"256MiB"'))
+    """Bytes of a size such as 4096, "64MiB" or "1.5 GB", at most 1 EiB. Raises ValueError with an example."""
+    return int(_number_with_unit(value, _SIZE_UNITS, "size", '"256MiB"', MAX_SIZE_BYTES, "1 EiB"))
 
 
 def parse_duration(value: object) -> float:
-    """Seconds of a duration such as 2.5, "30s" or "10min". Raises ValueError with an example."""
-    return _number_with_unit(value, _DURATION_UNITS, "duration", '"30s"')
+    """Seconds of a duration such as 2.5, "30s" or "10min", at most ten years. Raises ValueError with an example."""
+    return float(_number_with_unit(value, _DURATION_UNITS, "duration", '"30s"', MAX_DURATION_S, "10 years"))
 
 
-Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
-Duration = Annotated[float, BeforeValidator(parse_duration), Field(ge=0, allow_inf_nan=False)]
-OptionalDuration = Annotated[float | None, BeforeValidator(lambda v: None if v in (None, "none", "never") else parse_duration(v))]
+def parse_ttl(value: object) -> float | None:
+    """Seconds of a duration; None for "never". Raises ValueError with an example."""
+    if value in (None, "none", "never"):
+        return None
+    try:
+        return parse_duration(value)
+    except ValueError as e:
+        raise ValueError(f'{e}, or "never"') from None
+
+
+def parse_mode(value: object) -> int:
+    """Permissions: a number (0o600 in TOML), or octal digits as text. Raises ValueError with an example."""
+    try:
+        mode = int(value, 8) if isinstance(value, str) else value
+    except ValueError:
+        mode = -1
+    if isinstance(mode, bool) or not isinstance(mode, int) or not 0 <= mode <= 0o777:
+        raise ValueError(f"{_shown(value)} are no permissions; they are octal: write 0o600 in a file, 0600 elsewhere")
+    return mode
+
+
+def parse_address(text: str, *, least_port: int = 1) -> tuple[str, int]:
+    """Host and port of ``host:port``, ``[v6]:port`` or ``:port``. Raises ValueError that says what may be written."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not (port.isascii() and port.isdigit()):
+        raise ValueError(f'{_shown(text)} is not an address; write "host:port", for example "127.0.0.1:9464"')
+    if len(port) > 5 or not least_port <= int(port) <= 65535:
+        raise ValueError(f"{_shown(text)} has no possible port; a port lies between {least_port} and 65535")
+    if host.startswith("["):
+        if not host.endswith("]"):
+            raise ValueError(f'{_shown(text)} is not an address; an IPv6 host goes in brackets, for example "[::1]:9464"')
+        host = host[1:-1]
+    elif ":" in host:
+        raise ValueError(f'{_shown(text)} is not an address; an IPv6 host goes in brackets, for example "[::1]:9464"')
+    return host, int(port)
+
+
+def _plain_number(value: object, field: FieldInfo) -> object:
+    """Check a number without a unit against the limits of its key. Raises ValueError that names them."""
+    whole = field.annotation is int
+    limits = {name: limit for m in field.metadata for name in ("ge", "gt", "le") if (limit := getattr(m, name, None)) is not None}
+    number = value
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            number = int(value) if whole else float(value)
+    fits = (
+        isinstance(number, int | float)
+        and not isinstance(number, bool)
+        and limits.get("ge", number) <= number <= limits["le"]  # false for nan
+        and ("gt" not in limits or number > limits["gt"])
+        and not (whole and number % 1)
+    )
+    if not fits:
+        span = f"above {limits['gt']} up to" if "gt" in limits else f"from {limits['ge']} to"
+        raise ValueError(f"{_shown(value)} is not possible; write a {'whole ' * whole}number {span} {limits['le']}")
+    return number
+
+
+Size = Annotated[int, BeforeValidator(parse_size)]
+Duration = Annotated[float, BeforeValidator(parse_duration)]
+OptionalDuration = Annotated[float | None, BeforeValidator(parse_ttl)]
+Mode = Annotated[int, BeforeValidator(parse_mode)]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", validate_default=True)
+    """A table of the configuration. Sizes, durations and permissions are read by their types; every other number has limits."""
+
+    model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _number_fits(cls, value: object, info: ValidationInfo) -> object:
+        field = cls.model_fields[info.field_name or ""]
+        read_by_type = any(isinstance(m, BeforeValidator) for m in field.metadata)
+        return value if read_by_type or field.annotation not in (int, float) else _plain_number(value, field)
 
 
 def _cache_dir() -> Path:
@@ -124,7 +225,7 @@ class ServerConfig(_Section):
 
     socket: Path = Field(default_factory=lambda: _runtime_dir() / "kvtierd.sock", description="Unix socket of the gRPC API.")
     descriptor_socket: Path | None = Field(None, description="Unix socket for descriptors; next to the gRPC socket when not set.")
-    socket_mode: int = Field(0o600, ge=0, le=0o777, description="Permissions of both sockets.")
+    socket_mode: Mode = Field(0o600, description="Permissions of both sockets.")
     listen: str | None = Field(None, description='TCP address such as "0.0.0.0:9460"; needs tls_* or insecure.')
     insecure: bool = Field(False, description="Allow TCP without TLS.")
     tls_cert: Path | None = Field(None, description="PEM certificate chain.")
@@ -132,11 +233,25 @@ class ServerConfig(_Section):
     tls_client_ca: Path | None = Field(None, description="PEM CA that client certificates must be signed by (mTLS).")
     metrics: str = Field("127.0.0.1:9464", description='Address of /metrics, /healthz and /readyz; "" switches it off.')
     max_sessions: int = Field(1024, ge=1, le=65536, description="Most sessions at one time.")
-    max_concurrent_calls: int = Field(1024, ge=1, description="Most calls in progress; more are refused at once.")
-    max_tickets: int = Field(4096, ge=1, description="Most open tickets of one session.")
+    max_concurrent_calls: int = Field(1024, ge=1, le=1_000_000, description="Most calls in progress; more are refused at once.")
+    max_tickets: int = Field(4096, ge=1, le=1_000_000, description="Most open tickets of one session.")
     max_ticket_share: float = Field(0.5, gt=0, le=1, description="Most of the CPU tier that one session's tickets may hold.")
-    max_deadline: Duration = Field(300.0, description="Longest deadline or wait of a call.")
+    max_deadline: Duration = Field(300.0, description="Longest deadline or wait of a call; at most 1 day.")
     drain_timeout: Duration = Field(30.0, description="Longest time that a SIGTERM waits for blocks to reach NVMe.")
+
+    @field_validator("listen", "metrics")
+    @classmethod
+    def _is_address(cls, value: str | None) -> str | None:
+        if value:
+            parse_address(value)
+        return value
+
+    @field_validator("max_deadline")
+    @classmethod
+    def _deadline_fits(cls, value: float) -> float:
+        if not 0 < value <= MAX_DEADLINE_S:
+            raise ValueError(f"{value:g} s is not possible; write a duration above 0 up to 1 day")
+        return value
 
     @property
     def fd_socket(self) -> Path:
@@ -188,6 +303,9 @@ class Config(_Section):
             raise ValueError("nvme.segment is larger than nvme.capacity")
         if bool(self.server.tls_cert) != bool(self.server.tls_key):
             raise ValueError("server.tls_cert and server.tls_key go together")
+        for name in self.tenants:
+            if not name or not name.isprintable() or len(name) > MAX_TENANT_NAME:
+                raise ValueError(f"tenants.{name[:80]!r}: a tenant name has 1 to {MAX_TENANT_NAME} printable characters")
         if self.server.listen and not (self.server.tls_cert or self.server.insecure):
             raise ValueError("server.listen needs server.tls_cert and server.tls_key, or server.insecure = true")
         return self
@@ -256,7 +374,27 @@ def _from_env(env: Mapping[str, str]) -> Iterator[tuple[str, object]]:
             near = difflib.get_close_matches(name, known, 1)
             raise ConfigError(f"unknown variable {name}" + (f"; did you mean {near[0]}?" if near else ""))
         key = known[name]
-        yield key, text.split(os.pathsep) if key == "nvme.folders" else int(text, 8) if key == "server.socket_mode" else text
+        try:
+            yield key, value_of(key, text)
+        except ValueError as e:
+            raise ConfigError(f"{name}: {e}") from e
+
+
+def value_of(key: str, text: str) -> object:
+    """The value of a key that a variable or a flag gives as text: a list is separated by colons, all else is read later.
+
+    Raises:
+        ValueError: the text is no list; says what to write.
+    """
+    if key != "nvme.folders":
+        return text
+    how = f"separate folders by {os.pathsep!r}, for example /mnt/nvme0/kvtierd{os.pathsep}/mnt/nvme1/kvtierd"
+    if text.lstrip().startswith(("[", '"', "'")):
+        raise ValueError(f"{text!r} looks like TOML; {how}")
+    folders = text.split(os.pathsep)
+    if not all(folder.strip() for folder in folders):
+        raise ValueError(f"{text!r} has an empty entry; {how}")
+    return folders
 
 
 def _put(data: dict[str, Any], dotted: str, value: object) -> None:

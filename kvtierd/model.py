@@ -22,8 +22,12 @@ MAX_SHARDS: Final = 1024
 MAX_SHARD_BYTES: Final = 1 << 32
 SLOT_INDEX_BITS: Final = 32
 DEFAULT_TENANT: Final = "default"
+MAX_TTL_S: Final = 3650 * 86_400.0
+"""Longest life that a caller of Save may ask for."""
+NO_END: Final = float("inf")
+"""Expiry, on any clock, of a block that does not expire."""
 FORMAT_VERSION: Final = 1
-"""Version of everything that is hashed or written to disk; part of every fingerprint."""
+"""Version of everything that is hashed or written to disk, but for journals and snapshots; part of every fingerprint."""
 
 DTYPE_BYTES: Final = {
     "bfloat16": 2,
@@ -63,7 +67,8 @@ class Result(Enum):
     CORRUPT = "corrupt"
     """The bytes read are not the bytes written: checksum, key, fingerprint, length or generation differ."""
     NO_SPACE = "no_space"
-    """ENOSPC, EDQUOT, or the file system has less free space than the configured reserve."""
+    """ENOSPC, EDQUOT, or the file system has less free space than the configured reserve; or the machine has no memory or
+    descriptors left for it. What is there already stays."""
 
 
 def slot_id(extent_id: int, index: int) -> int:

@@ -7,6 +7,7 @@ completion are quick.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import sys
 from pathlib import Path
@@ -30,12 +31,14 @@ _COMMANDS: Final = {
     "doctor": ("kvtierd.cli.doctor:doctor", "Check whether this host is ready for the configuration."),
     "evict": ("kvtierd.cli.admin:evict", "Forget copies of blocks."),
     "pin": ("kvtierd.cli.admin:pin", "Keep blocks in place for a while."),
+    "pins": ("kvtierd.cli.admin:pins", "List pinned blocks and how long they stay so."),
     "unpin": ("kvtierd.cli.admin:unpin", "Take a pin back."),
     "blocks": ("kvtierd.cli.admin:blocks", "List blocks."),
     "story": ("kvtierd.cli.admin:story", "Show what happened to a block."),
     "drain": ("kvtierd.cli.admin:drain", "Stop taking saves and write memory down to NVMe."),
     "checkpoint": ("kvtierd.cli.admin:checkpoint", "Write a snapshot of the NVMe index now."),
     "config": ("kvtierd.cli.local:config", "Show the configuration."),
+    "lmcache-config": ("kvtierd.cli.lmcache_config:lmcache_config", "Turn LMCache's configuration into kvtierd's."),
     "demo": ("kvtierd.cli.demo:demo", "See save, spill, restart and load in one minute."),
     "bench": ("kvtierd.cli.bench:bench", "Measure this host."),
     "completion": ("kvtierd.cli.local:completion", "Write the completion script of a shell."),
@@ -67,9 +70,12 @@ class LazyGroup(click.Group):
         """Names of all commands."""
         return list(_COMMANDS)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 - click passes it
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import a command; None when there is none of this name."""
         if cmd_name not in _COMMANDS:
+            near = difflib.get_close_matches(cmd_name, _COMMANDS, 1)
+            if near and not ctx.resilient_parsing:
+                raise click.UsageError(f"no such command {cmd_name!r}; did you mean {near[0]!r}?", ctx)
             return None
         module_name, _, attribute = _COMMANDS[cmd_name][0].partition(":")
         try:
@@ -107,17 +113,23 @@ class LazyGroup(click.Group):
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="kvtierd", message="%(prog)s %(version)s")
-@click.option("--address", envvar="KVTIERD_ADDRESS", help="Unix socket or host:port of the daemon.  [KVTIERD_ADDRESS]")
+@click.option(
+    "--address", envvar="KVTIERD_ADDRESS", metavar="ADDRESS", help="Unix socket or host:port of the daemon.  [KVTIERD_ADDRESS]"
+)
 @click.option(
     "--config",
     "config_path",
     envvar="KVTIERD_CONFIG",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="TOML file.  [KVTIERD_CONFIG]",
+    help="TOML file with the configuration.  [KVTIERD_CONFIG]",
 )
 @click.pass_context
 def cli(ctx: click.Context, address: str | None, config_path: Path | None) -> None:
-    """kvtierd keeps LLM KV cache blocks in HBM, CPU memory and NVMe.
+    """kvtierd keeps LLM KV cache blocks in CPU memory and on NVMe.
+
+    Begin with `kvtierd serve`, and in another terminal `kvtierd status`. Commands find the daemon by its configuration: without
+    --address and --config at the socket where `kvtierd serve` listens by default for this user. Both options may also follow the
+    command.
 
     Exit codes: 0 fine, 1 failed, 2 wrong usage or configuration, 3 no daemon answers.
     """

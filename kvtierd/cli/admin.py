@@ -1,23 +1,25 @@
-"""Commands on blocks of a running daemon: evict, pin, unpin, blocks, story, drain, checkpoint."""
+"""Commands on blocks of a running daemon: evict, pin, pins, unpin, blocks, story, drain, checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime, timedelta
 from typing import Any, Final, TextIO
 
 import click
 
 from kvtierd.cli.connection import DEFAULT_TIMEOUT_S, AdminConnection
 from kvtierd.cli.options import TIER, Settings, admin_options, duration, hex_start, json_option, key
-from kvtierd.cli.output import console, format_bytes, format_seconds, make_table, print_json, tier_name
+from kvtierd.cli.output import WIDE, console, counted, format_bytes, format_seconds, make_table, print_json, tier_name
 from kvtierd.model import MAX_KEYS_PER_CALL, Tier
 from kvtierd.v1 import admin_pb2, kvtier_pb2
 
-__all__ = ["blocks", "checkpoint", "drain", "evict", "pin", "story", "unpin"]
+__all__ = ["blocks", "checkpoint", "drain", "evict", "pin", "pins", "story", "unpin"]
 
 PAGE_SIZE: Final = 1000
 CHECKPOINT_TIMEOUT_S: Final = 120.0
 EVICT_TIMEOUT_S: Final = 60.0
+_REFUSED: Final = "saves are refused from now on ('kvtierd drain --resume' takes them again)"
 
 _pass = click.pass_context
 _key_options = (
@@ -74,7 +76,10 @@ def evict(
     everything: bool,
     as_json: bool,
 ) -> None:
-    """Forget copies of blocks. Conditions narrow each other down; blocks in use go when their last user lets go."""
+    """Forget copies of blocks. Conditions narrow each other down.
+
+    Nobody finds the copies from then on. The memory of those that are pinned or in use comes back when their last user lets go.
+    """
     packed = _packed(keys, keys_from)
     if keys_from is not None and not packed:
         raise click.UsageError(f"{keys_from.name} names no keys; nothing was evicted")
@@ -86,9 +91,26 @@ def evict(
     with _connect(ctx) as daemon:
         answer = daemon.call(daemon.stub.EvictBlocks, request, EVICT_TIMEOUT_S)
     if as_json:
-        print_json({"evicted_copies": answer.evicted})
-    else:
-        click.echo(f"{answer.evicted:,} copies forgotten")
+        print_json(
+            {
+                "evicted_copies": answer.evicted,
+                "evicted_pinned": answer.evicted_pinned,
+                "evicted_in_use": answer.evicted_in_use,
+            }
+        )
+        return
+    click.echo(f"{counted(answer.evicted, 'copy', 'copies')} forgotten")
+    if answer.evicted_pinned:
+        click.echo(
+            f"{_of_these(answer.evicted_pinned)} pinned: the memory stays taken until the pin ends; "
+            f"'kvtierd pins' lists pins, 'kvtierd unpin TICKET' ends one"
+        )
+    if answer.evicted_in_use:
+        click.echo(f"{_of_these(answer.evicted_in_use)} in use: the memory comes back when the load or save ends")
+
+
+def _of_these(copies: int) -> str:
+    return f"{copies:,} of these {'is' if copies == 1 else 'are'}"
 
 
 @click.command()
@@ -102,7 +124,10 @@ def evict(
 def pin(
     ctx: click.Context, keys: tuple[bytes, ...], keys_from: TextIO | None, tenant: str, expires_s: float, as_json: bool
 ) -> None:
-    """Keep blocks where they are until the time is over or `unpin`. Writes the ticket for `unpin`."""
+    """Keep blocks where they are until the time is over or `unpin`.
+
+    Writes the ticket for `unpin`; `pins` lists pins that hold.
+    """
     packed = _packed(keys, keys_from)
     if not packed:
         raise click.UsageError("name the blocks with --key or --keys-from")
@@ -113,9 +138,55 @@ def pin(
     if as_json:
         print_json({"ticket": answer.ticket, "pinned_blocks": answer.pinned})
     else:
-        click.echo(f"{answer.pinned:,} blocks pinned for {format_seconds(expires_s)}; ticket {answer.ticket}")
+        click.echo(f"{counted(answer.pinned, 'block')} pinned for {format_seconds(expires_s)}; ticket {answer.ticket}")
     if not answer.pinned:
         ctx.exit(1)
+
+
+def _pin_json(pin: Any) -> dict[str, Any]:
+    return {
+        "ticket": pin.ticket,
+        "key": pin.key.hex(),
+        "tenant": pin.tenant,
+        "namespace": pin.fingerprint.hex(),
+        "tier": tier_name(pin.tier),
+        "size_bytes": pin.bytes,
+        "expires_in_s": pin.expires_in_s,
+        "evicted": pin.evicted,
+    }
+
+
+def _pin_row(pin: Any, wide: bool) -> tuple[str, ...]:
+    until = datetime.now().astimezone() + timedelta(seconds=pin.expires_in_s)
+    return (
+        str(pin.ticket),
+        _short(pin.key.hex(), wide),
+        pin.tenant,
+        tier_name(pin.tier) + (" (evicted)" if pin.evicted else ""),
+        format_bytes(pin.bytes),
+        format_seconds(pin.expires_in_s),
+        f"{until:%b %d %H:%M}",
+    )
+
+
+@click.command()
+@admin_options
+@click.option("--tenant", default="", help="Only blocks of this tenant.")
+@click.option(
+    "--limit", type=click.IntRange(min=0), metavar="COUNT", default=100, show_default=True, help="Most pinned blocks; 0 for all."
+)
+@json_option("Write one JSON object a line.")
+@_pass
+def pins(ctx: click.Context, tenant: str, limit: int, as_json: bool) -> None:
+    """List pinned blocks and how long their pins hold. Pins may come and go while a long list is read."""
+
+    def ask(daemon: AdminConnection, size: int, token: str) -> tuple[list[Any], str]:
+        request = admin_pb2.ListPinsRequest(tenant=tenant, page_size=size, page_token=token)
+        answer = daemon.call(daemon.stub.ListPins, request)
+        return list(answer.pins), answer.next_page_token
+
+    columns = (">ticket", "key", "tenant", "tier", ">size", ">ends in", "until")
+    _list(ctx, ask, limit, as_json, ("pinned block", "pinned blocks"), _pin_json, _pin_row, columns)
 
 
 @click.command()
@@ -138,64 +209,103 @@ def _block_json(block: Any) -> dict[str, Any]:
         "states": {tier.name.lower(): state for tier, state in zip(Tier, block.states, strict=False)},
         "pins": block.pins,
         "idle_s": block.idle_s,
+        "expires_in_s": block.expires_in_s if block.HasField("expires_in_s") else None,
     }
 
 
-def _block_row(block: Any) -> tuple[str, ...]:
+def _short(digits: str, wide: bool, length: int = 16) -> str:
+    """Hex digits, whole where there is room for them."""
+    return digits if wide else digits[:length] + "…"
+
+
+def _block_row(block: Any, wide: bool) -> tuple[str, ...]:
     where = " ".join(
         tier.name.lower() + ("" if state == "ready" else f"({state})")
         for tier, state in zip(Tier, block.states, strict=False)
         if state
     )
     return (
-        block.key.hex(),
+        _short(block.key.hex(), wide),
         block.tenant,
-        block.fingerprint.hex()[:16],
+        block.fingerprint.hex()[: 16 if wide else 8],
         format_bytes(block.bytes),
         where,
         str(block.pins),
         format_seconds(block.idle_s),
+        format_seconds(block.expires_in_s) if block.HasField("expires_in_s") else "never",
     )
 
 
-_BLOCK_COLUMNS = ("key", "tenant", "namespace", ">size", "tiers", ">pins", ">idle")
+_BLOCK_COLUMNS = ("key", "tenant", "namespace", ">size", "tiers", ">pins", ">idle", ">expires in")
 
 
-def _pages(daemon: AdminConnection, tenant: str, tier: str | None, limit: int) -> Iterator[list[Any]]:
-    """Pages of blocks until there are no more or the limit (0: none) is reached."""
+_Ask = Callable[[AdminConnection, int, str], tuple[list[Any], str]]
+"""A page of at most so many entries from a token on, and the next token."""
+
+
+def _pages(daemon: AdminConnection, ask: _Ask, limit: int) -> Iterator[list[Any]]:
+    """Pages until there are no more or the limit (0: none) is reached."""
     token, left = "", limit
     while True:
         size = min(PAGE_SIZE, left) if limit else PAGE_SIZE
-        request = admin_pb2.ListBlocksRequest(tenant=tenant, tier=_wire_tier(tier), page_size=size, page_token=token)
-        answer = daemon.call(daemon.stub.ListBlocks, request)
-        found = list(answer.blocks)[:size]
+        entries, next_token = ask(daemon, size, token)
+        found = entries[:size]
         left -= len(found)
         yield found
-        if not answer.next_page_token or (limit and left <= 0) or answer.next_page_token == token:
+        if not next_token or (limit and left <= 0) or next_token == token:
             return
-        token = answer.next_page_token
+        token = next_token
+
+
+def _list(
+    ctx: click.Context,
+    ask: _Ask,
+    limit: int,
+    as_json: bool,
+    names: tuple[str, str],
+    to_json: Callable[[Any], dict[str, Any]],
+    to_row: Callable[[Any, bool], tuple[str, ...]],
+    columns: Sequence[str],
+) -> None:
+    """Read all pages and write them as a table or as JSON lines. ``names`` are one and many entries in words."""
+    out, total = console(), 0
+    wide = out.width >= WIDE
+    with _connect(ctx) as daemon:
+        for page in _pages(daemon, ask, limit):
+            if as_json:
+                for entry in page:
+                    print_json(to_json(entry), one_line=True)
+            elif page:
+                out.print(make_table("", columns, (to_row(entry, wide) for entry in page)))
+            total += len(page)
+    if as_json:
+        return
+    if total == 0:
+        click.echo(f"no {names[1]}", err=True)
+    elif total == limit:
+        click.echo(f"{counted(total, *names)}, as --limit says; --limit 0 lists all", err=True)
+    if total and not wide:
+        click.echo("keys are shortened to fit; --json and pipes have them whole", err=True)
 
 
 @click.command()
 @admin_options
 @click.option("--tenant", default="", help="Only this tenant.")
 @click.option("--tier", type=TIER, help="Only blocks with a copy on this tier: hbm, cpu or nvme.")
-@click.option("--limit", type=click.IntRange(min=0), default=100, show_default=True, help="Most blocks; 0 for all.")
+@click.option(
+    "--limit", type=click.IntRange(min=0), metavar="COUNT", default=100, show_default=True, help="Most blocks; 0 for all."
+)
 @json_option("Write one JSON object a line.")
 @_pass
 def blocks(ctx: click.Context, tenant: str, tier: str | None, limit: int, as_json: bool) -> None:
     """List blocks. Blocks may come and go while a long list is read."""
-    out, total = console(), 0
-    with _connect(ctx) as daemon:
-        for page in _pages(daemon, tenant, tier, limit):
-            if as_json:
-                for block in page:
-                    print_json(_block_json(block), one_line=True)
-            elif page:
-                out.print(make_table("", _BLOCK_COLUMNS, map(_block_row, page)))
-            total += len(page)
-    if not as_json and (total == 0 or total == limit):
-        click.echo("no blocks" if total == 0 else f"the first {total:,} blocks; --limit 0 lists all", err=True)
+
+    def ask(daemon: AdminConnection, size: int, token: str) -> tuple[list[Any], str]:
+        request = admin_pb2.ListBlocksRequest(tenant=tenant, tier=_wire_tier(tier), page_size=size, page_token=token)
+        answer = daemon.call(daemon.stub.ListBlocks, request)
+        return list(answer.blocks), answer.next_page_token
+
+    _list(ctx, ask, limit, as_json, ("block", "blocks"), _block_json, _block_row, _BLOCK_COLUMNS)
 
 
 @click.command()
@@ -204,7 +314,10 @@ def blocks(ctx: click.Context, tenant: str, tier: str | None, limit: int, as_jso
 @json_option()
 @_pass
 def story(ctx: click.Context, start: bytes, as_json: bool) -> None:
-    """Show what happened to the block with this KEY (hex, or its first 8 or more digits), oldest first."""
+    """Show what happened to the block with this KEY (hex, or its first 8 or more digits), oldest first.
+
+    What the daemon remembers goes back to its start, or to the last 32,768 changes of all blocks.
+    """
     with _connect(ctx) as daemon:
         answer = daemon.call(daemon.stub.GetStory, admin_pb2.GetStoryRequest(key=start))
     held = answer.HasField("block")
@@ -225,9 +338,9 @@ def story(ctx: click.Context, start: bytes, as_json: bool) -> None:
     out = console()
     if answer.events:
         rows = [(f"{e.at_s:.3f}", tier_name(e.tier), getattr(e, "from"), e.to, e.why, e.key.hex()[:16]) for e in answer.events]
-        out.print(make_table("", (">seconds", "tier", "from", "to", "why", "key"), rows))
+        out.print(make_table("", (">seconds since start", "tier", "from", "to", "why", "key"), rows))
     if held:
-        out.print(make_table("now", _BLOCK_COLUMNS, [_block_row(answer.block)]))
+        out.print(make_table("now", _BLOCK_COLUMNS, [_block_row(answer.block, out.width >= WIDE)]))
     else:
         click.echo("the block is not held now" if answer.events else "no such block is held or remembered")
     if not held and not answer.events:
@@ -250,7 +363,7 @@ def drain(ctx: click.Context, timeout_s: float, resume: bool, as_json: bool) -> 
     elif answer.dirty_bytes:
         click.echo(f"{format_bytes(answer.dirty_bytes)} are still only in memory", err=True)
     else:
-        click.echo("drained: nothing is left that is only in memory" + ("" if resume else "; saves are refused from now on"))
+        click.echo("drained: nothing is left that is only in memory" + ("" if resume else f"; {_REFUSED}"))
     if answer.dirty_bytes:
         ctx.exit(1)
 
@@ -266,4 +379,4 @@ def checkpoint(ctx: click.Context, as_json: bool) -> None:
     if as_json:
         print_json({"copies": answer.copies})
     else:
-        click.echo(f"snapshot of {answer.copies:,} copies written")
+        click.echo(f"snapshot of {counted(answer.copies, 'copy', 'copies')} written")

@@ -100,7 +100,8 @@ class AdminConnection:
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             return DaemonUnavailableError(f"the daemon at {self.address} did not answer within {timeout_s:g} s")
         if code in _UNREACHABLE:
-            return DaemonUnavailableError(f"no daemon answers at {self.address}: {details}")
+            where = "" if self._path is not None else "; TCP is off unless the daemon has server.listen"
+            return DaemonUnavailableError(f"no daemon answers at {self.address}: {details}{where}")
         if code is grpc.StatusCode.UNIMPLEMENTED:
             return RequestError(Reason.BAD_REQUEST, f"the daemon at {self.address} does not know this command; it may be older")
         return RequestError(Reason.INTERNAL, f"{code.name}: {details}")

@@ -101,7 +101,7 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
             }
         )
     else:
-        console().print(make_table("", ("level", "check", "found"), map(_row, findings)))
+        console().print(make_table("", ("level", "check", "found"), map(_row, findings), fold=True))
         click.echo(f"\n{counts[Level.ERROR]} errors, {counts[Level.WARN]} warnings, {counts[Level.OK]} fine")
     if counts[Level.ERROR]:
         ctx.exit(1)

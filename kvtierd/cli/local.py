@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import click
@@ -10,7 +9,7 @@ from click.shell_completion import get_completion_class
 
 from kvtierd.cli.options import Settings, admin_options, config_option, json_option
 from kvtierd.cli.output import print_json
-from kvtierd.config import field_paths
+from kvtierd.config import field_paths, value_of
 from kvtierd.errors import ConfigError
 from kvtierd.service.config_text import config_json, config_toml, reference_toml
 from kvtierd.v1 import admin_pb2
@@ -30,19 +29,21 @@ def _parse_set(pairs: tuple[str, ...]) -> dict[str, object]:
             raise ConfigError(f"--set {pair!r}: write KEY=VALUE, for example --set cpu.capacity=2GiB")
         if key not in _KEYS and "." not in key:
             raise ConfigError(f"--set {pair!r}: {key} is not a key; 'kvtierd config --reference' lists them")
-        if key == "nvme.folders":
-            flags[key] = text.split(os.pathsep)
-        elif key == "server.socket_mode":
-            try:
-                flags[key] = int(text, 8)
-            except ValueError:
-                raise ConfigError(f"--set {pair!r}: permissions are octal, for example 0600") from None
-        else:
-            flags[key] = text
+        try:
+            flags[key] = value_of(key, text)
+        except ValueError as e:
+            raise ConfigError(f"--set {key}: {e}") from None
     return flags
 
 
-_set_option = click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="Any key, for example cpu.capacity=2GiB.")
+_set_option = click.option(
+    "--set",
+    "pairs",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Any key of the configuration, for example cpu.capacity=2GiB; may be repeated. "
+    "A list is separated by colons: nvme.folders=/mnt/a:/mnt/b.",
+)
 
 
 @click.command()
@@ -54,7 +55,7 @@ _set_option = click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE",
 @click.option("--nvme-folder", "folders", multiple=True, type=click.Path(path_type=Path), help="Folder on NVMe; one a device.")
 @click.option("--metrics", metavar="HOST:PORT", help='Address of /metrics; "" switches it off.')
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), help="Least level that is written.")
-@click.option("--check", is_flag=True, help="Only check the configuration.")
+@click.option("--check", is_flag=True, help="Only check the configuration, then exit; `kvtierd doctor` checks the machine.")
 @click.pass_context
 def serve(
     ctx: click.Context,
@@ -85,7 +86,7 @@ def serve(
     }
     loaded = ctx.ensure_object(Settings).load(flags)
     if check:
-        click.echo("the configuration is fine")
+        click.echo("the configuration is fine; whether this machine is, 'kvtierd doctor' checks (with the same --config)")
         return
     from kvtierd.service.server import run
 
@@ -97,7 +98,7 @@ def serve(
 @_set_option
 @json_option("Write JSON: sizes in bytes, durations in seconds.")
 @click.option("--reference", is_flag=True, help="Every key with description, default and variable.")
-@click.option("--running", is_flag=True, help="Ask the running daemon instead.")
+@click.option("--running", is_flag=True, help="What the running daemon was started with, instead.")
 @click.pass_context
 def config(ctx: click.Context, pairs: tuple[str, ...], as_json: bool, reference: bool, running: bool) -> None:
     """Show the configuration that `serve` would use here, as TOML.
@@ -106,6 +107,9 @@ def config(ctx: click.Context, pairs: tuple[str, ...], as_json: bool, reference:
     """
     if as_json + reference + running > 1:
         raise click.UsageError("--json, --reference and --running exclude each other")
+    if pairs and (running or reference):
+        other = "--running shows what the daemon was started with" if running else "--reference shows the defaults"
+        raise click.UsageError(f"--set has no effect here: {other}; leave one of the two out")
     settings = ctx.ensure_object(Settings)
     if reference:
         click.echo(reference_toml(), nl=False)

@@ -75,12 +75,14 @@ def _hex(text: str, least_bytes: int, most_bytes: int, what: str) -> bytes:
 
 def key(text: str) -> bytes:
     """A whole key in hex."""
+    if text.endswith("…"):
+        raise click.BadParameter(f"{text!r} is shortened; 'kvtierd blocks --json' writes whole keys")
     return _hex(text, KEY_BYTES, KEY_BYTES, "a key")
 
 
 def hex_start(text: str) -> bytes:
-    """A key or a fingerprint in hex, or at least 4 bytes of its start."""
-    return _hex(text, 4, KEY_BYTES, "a key or fingerprint, or the start of one")
+    """A key or a fingerprint in hex, or at least 4 bytes of its start; also as a table shortens it, with an ellipsis."""
+    return _hex(text.rstrip("….") or text, 4, KEY_BYTES, "a key or fingerprint, or the start of one")
 
 
 TIER = click.Choice([tier.name.lower() for tier in Tier], case_sensitive=False)
@@ -109,7 +111,11 @@ def admin_options(function: Callable[..., R]) -> Callable[..., R]:
     wrapped = _settings(function, ("address", "config_path", "tls_ca", "tls_cert", "tls_key"))
     for option in reversed(
         [
-            click.option("--address", metavar="ADDRESS", help="Unix socket or host:port of the daemon."),
+            click.option(
+                "--address",
+                metavar="ADDRESS",
+                help="Unix socket or host:port of the daemon; the configuration's socket when left out.",
+            ),
             click.option("--config", "config_path", type=_PATH, help="TOML file that names the daemon's socket."),
             click.option("--tls-ca", type=_PATH, help="PEM CA of a daemon on TCP; switches TLS on."),
             click.option("--tls-cert", type=_PATH, help="PEM client certificate (mTLS)."),

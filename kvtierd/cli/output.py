@@ -15,9 +15,11 @@ from rich.text import Text
 from kvtierd.v1 import kvtier_pb2
 
 __all__ = [
-    "MIN_WIDTH",
+    "PIPE_WIDTH",
+    "WIDE",
     "clean",
     "console",
+    "counted",
     "format_bytes",
     "format_count",
     "format_seconds",
@@ -26,8 +28,10 @@ __all__ = [
     "tier_name",
 ]
 
-MIN_WIDTH = 160
-"""Columns assumed where there is no terminal, so that tables in logs and pipes are not cut."""
+PIPE_WIDTH = 100_000
+"""Columns where there is no terminal, so that nothing is wrapped or cut in logs and pipes."""
+WIDE = 150
+"""Columns from which on tables show whole keys."""
 _STEPS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -42,6 +46,11 @@ def format_bytes(n: float) -> str:
 def format_count(n: float) -> str:
     """``1234567`` as ``1,234,567``."""
     return f"{n:,.0f}"
+
+
+def counted(n: int, one: str, many: str = "") -> str:
+    """``1 block``, ``2 blocks``, ``1,234 copies``."""
+    return f"{n:,} {one if n == 1 else many or one + 's'}"
 
 
 def format_seconds(seconds: float) -> str:
@@ -62,21 +71,28 @@ def clean(text: str) -> str:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A rich console on the current standard output; plain and wide enough where that is no terminal."""
+    """A rich console on the current standard output; plain, and so wide that nothing wraps, where that is no terminal."""
     stream = sys.stderr if stderr else sys.stdout
-    width = None if stream.isatty() else max(MIN_WIDTH, Console(file=stream).width)
+    width = None if stream.isatty() else PIPE_WIDTH
     return Console(file=stream, width=width, highlight=False, markup=False, soft_wrap=False)
 
 
-def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """A table; a column whose name starts with ``>`` is aligned to the right. Cells are text or rich ``Text``."""
+def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], *, fold: bool = False) -> Table:
+    """A table; a column whose name starts with ``>`` is aligned to the right and never cut. Cells are text or rich ``Text``.
+
+    Where the terminal is too narrow, text is cut with an ellipsis, or with ``fold`` goes on in the next line.
+    """
     table = Table(title=title or None, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
     for name in columns:
         right = name.startswith(">")
         table.add_column(name.lstrip(">"), justify="right" if right else "left", no_wrap=right, overflow="fold")
     for row in rows:
-        table.add_row(*(cell if isinstance(cell, Text) else Text(clean(str(cell))) for cell in row))
+        table.add_row(*(cell if isinstance(cell, Text) else _cell(str(cell), fold) for cell in row))
     return table
+
+
+def _cell(text: str, fold: bool) -> Text:
+    return Text(clean(text)) if fold else Text(clean(text), no_wrap=True, overflow="ellipsis")
 
 
 def print_json(value: Any, *, one_line: bool = False) -> None:

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import click
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
 from kvtierd.cli.connection import AdminConnection
 from kvtierd.cli.options import Settings, admin_options, duration, json_option
-from kvtierd.cli.output import clean, console, format_bytes, format_count, format_seconds, make_table, print_json, tier_name
+from kvtierd.cli.output import (
+    clean,
+    console,
+    counted,
+    format_bytes,
+    format_count,
+    format_seconds,
+    make_table,
+    print_json,
+    tier_name,
+)
 from kvtierd.errors import DaemonUnavailableError
 from kvtierd.model import Tier
 from kvtierd.v1 import admin_pb2
@@ -27,8 +37,16 @@ MIN_INTERVAL_S: Final = 0.2
 @click.command()
 @admin_options
 @json_option("Write JSON; with --watch one object a line.")
-@click.option("--watch", is_flag=True, help="Show it again and again until Ctrl-C.")
-@click.option("--every", "every_s", type=duration, default="2s", show_default=True, metavar="DURATION", help="Pause of --watch.")
+@click.option("--watch", is_flag=True, help="Show it again and again until Ctrl-C; in a pipe one snapshot after the other.")
+@click.option(
+    "--every",
+    "every_s",
+    type=duration,
+    default="2s",
+    show_default=True,
+    metavar="DURATION",
+    help="Time between two looks of --watch.",
+)
 @click.pass_context
 def status(ctx: click.Context, as_json: bool, watch: bool, every_s: float) -> None:
     """Show tiers, tenants, sessions and counters of a daemon."""
@@ -37,7 +55,7 @@ def status(ctx: click.Context, as_json: bool, watch: bool, every_s: float) -> No
         answer = _ask(daemon)
         if as_json:
             _print_json_line(answer, watch)
-        elif not watch:
+        elif not watch or not console().is_terminal:
             console().print(render_status(answer, daemon.address))
         if watch:
             _watch(daemon, answer, max(every_s, MIN_INTERVAL_S), as_json)
@@ -54,15 +72,11 @@ def _print_json_line(answer: admin_pb2.GetStatusResponse, one_line: bool) -> Non
 
 def _watch(daemon: AdminConnection, answer: admin_pb2.GetStatusResponse, every_s: float, as_json: bool) -> None:
     """Show the status until interrupted; a daemon that goes away is waited for."""
+    out = console()
     try:
-        if as_json:
-            while True:
-                time.sleep(every_s)
-                try:
-                    _print_json_line(_ask(daemon), one_line=True)
-                except DaemonUnavailableError as e:
-                    click.echo(str(e), err=True)
-        with Live(render_status(answer, daemon.address), console=console(), auto_refresh=False, screen=False) as live:
+        if as_json or not out.is_terminal:
+            _print_again_and_again(daemon, every_s, as_json, out)
+        with Live(render_status(answer, daemon.address), console=out, auto_refresh=False, screen=False) as live:
             while True:
                 time.sleep(every_s)
                 try:
@@ -71,6 +85,21 @@ def _watch(daemon: AdminConnection, answer: admin_pb2.GetStatusResponse, every_s
                     live.update(Text(f"{clean(str(e))}; waiting for it", style="red"), refresh=True)
     except KeyboardInterrupt:
         return
+
+
+def _print_again_and_again(daemon: AdminConnection, every_s: float, as_json: bool, out: Console) -> NoReturn:
+    """One snapshot after the other, for pipes and files: nothing is drawn over."""
+    while True:
+        time.sleep(every_s)
+        try:
+            answer = _ask(daemon)
+        except DaemonUnavailableError as e:
+            click.echo(f"{e}; waiting for it", err=True)
+            continue
+        if as_json:
+            _print_json_line(answer, one_line=True)
+        else:
+            out.print(Text(""), render_status(answer, daemon.address))
 
 
 def status_json(answer: admin_pb2.GetStatusResponse) -> dict[str, Any]:
@@ -93,6 +122,7 @@ def status_json(answer: admin_pb2.GetStatusResponse) -> dict[str, Any]:
                 "pinned_bytes": t.pinned_bytes,
                 "path": t.path,
                 "suspended": t.suspended,
+                "configured_bytes": t.configured_bytes,
             }
             for t in answer.tiers
         ],
@@ -128,11 +158,12 @@ def status_json(answer: admin_pb2.GetStatusResponse) -> dict[str, Any]:
 
 def render_status(answer: admin_pb2.GetStatusResponse, address: str) -> RenderableType:
     """The status for people."""
-    head = f"kvtierd {answer.version} at {address}, up {format_seconds(answer.uptime_s)}, {format_count(answer.blocks)} blocks"
+    head = f"kvtierd {answer.version} at {address}, up {format_seconds(answer.uptime_s)}, {counted(answer.blocks, 'block')}"
     parts: list[RenderableType] = [Text(clean(head), style="bold")]
     if answer.draining:
         parts.append(Text("draining: saves are refused", style="yellow"))
     parts += [Text(""), _tier_table(answer)]
+    parts += [Text(_journals(t), style="dim") for t in answer.tiers if t.configured_bytes > t.capacity_bytes]
     parts += [Text(f"{tier_name(t.tier)} takes nothing: {clean(t.suspended)}", style="red") for t in answer.tiers if t.suspended]
     if answer.tenants:
         parts += [Text(""), _tenant_table(answer)]
@@ -141,6 +172,12 @@ def render_status(answer: admin_pb2.GetStatusResponse, address: str) -> Renderab
     if counters:
         parts += [Text(""), make_table("counters", ("name", ">since start"), counters)]
     return Group(*parts)
+
+
+def _journals(tier: admin_pb2.TierStatus) -> str:
+    aside = tier.configured_bytes - tier.capacity_bytes
+    name = tier_name(tier.tier)
+    return f"{name}: of the {format_bytes(tier.configured_bytes)} configured, {format_bytes(aside)} are for journals and snapshots"
 
 
 def _percent(part: float, whole: float) -> str:

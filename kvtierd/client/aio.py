@@ -264,39 +264,45 @@ class AsyncClient:
     def _deadline(self, timeout_s: float | None) -> Deadline:
         return Deadline(self._client.timeout_s if timeout_s is None else timeout_s)
 
-    async def lookup(self, keys: Keys, each: bool = False, timeout_s: float | None = None) -> LookupResult:
+    async def lookup(self, keys: Keys, each: bool = False, timeout_s: float | None = None, *, tenant: str = "") -> LookupResult:
         """See ``Client.lookup``."""
         deadline = self._deadline(timeout_s)
-        return await self._pool.run(lambda: self._client.lookup_until(deadline, keys, each), deadline.cancel)
+        return await self._pool.run(lambda: self._client.lookup_until(deadline, keys, each, tenant), deadline.cancel)
 
-    async def save(self, keys: Keys, buffers: Buffers, timeout_s: float | None = None, wait_s: float = 0.0) -> SaveResult:
+    async def save(
+        self, keys: Keys, buffers: Buffers, timeout_s: float | None = None, wait_s: float = 0.0, *, ttl_s: float | None = None
+    ) -> SaveResult:
         """See ``Client.save``. Cancelled, it publishes what it has copied and returns the rest to the daemon."""
         deadline = self._deadline(timeout_s)
-        return await self._pool.run(lambda: self._client.save_until(deadline, keys, buffers, wait_s), deadline.cancel)
+        return await self._pool.run(lambda: self._client.save_until(deadline, keys, buffers, wait_s, ttl_s), deadline.cancel)
 
     async def load(self, keys: Keys, buffers: Buffers, timeout_s: float | None = None, each: bool = False) -> LoadResult:
         """See ``Client.load``."""
         deadline = self._deadline(timeout_s)
         return await self._pool.run(lambda: self._client.load_until(deadline, keys, buffers, each), deadline.cancel)
 
-    async def reserve(self, keys: Keys, timeout_s: float | None = None, wait_s: float = 0.0) -> AsyncReservation:
+    async def reserve(
+        self, keys: Keys, timeout_s: float | None = None, wait_s: float = 0.0, *, tenant: str = "", ttl_s: float | None = None
+    ) -> AsyncReservation:
         """See ``Client.reserve``."""
         deadline = self._deadline(timeout_s)
         reservation = await self._pool.run(
-            lambda: self._client.reserve_until(deadline, keys, wait_s), deadline.cancel, Reservation.close
+            lambda: self._client.reserve_until(deadline, keys, wait_s, tenant, ttl_s), deadline.cancel, Reservation.close
         )
         return AsyncReservation(reservation, self._pool)
 
-    async def fetch(self, keys: Keys, timeout_s: float | None = None, each: bool = False) -> AsyncFetch:
+    async def fetch(self, keys: Keys, timeout_s: float | None = None, each: bool = False, *, tenant: str = "") -> AsyncFetch:
         """See ``Client.fetch``."""
         deadline = self._deadline(timeout_s)
-        fetch = await self._pool.run(lambda: self._client.fetch_until(deadline, keys, each), deadline.cancel, Fetch.close)
+        fetch = await self._pool.run(lambda: self._client.fetch_until(deadline, keys, each, tenant), deadline.cancel, Fetch.close)
         return AsyncFetch(fetch, self._pool)
 
-    async def save_bytes(self, keys: Keys, buffers: Buffers, timeout_s: float | None = None) -> SaveResult:
+    async def save_bytes(
+        self, keys: Keys, buffers: Buffers, timeout_s: float | None = None, *, ttl_s: float | None = None
+    ) -> SaveResult:
         """See ``Client.save_bytes``."""
         deadline = self._deadline(timeout_s)
-        return await self._pool.run(lambda: self._client.save_bytes_until(deadline, keys, buffers), deadline.cancel)
+        return await self._pool.run(lambda: self._client.save_bytes_until(deadline, keys, buffers, ttl_s), deadline.cancel)
 
     async def load_bytes(self, keys: Keys, timeout_s: float | None = None, each: bool = False) -> LoadedBytes:
         """See ``Client.load_bytes``."""
@@ -304,25 +310,40 @@ class AsyncClient:
         return await self._pool.run(lambda: self._client.load_bytes_until(deadline, keys, each), deadline.cancel)
 
     async def prefetch(
-        self, keys: Keys, deadline_s: float, wait: bool = False, timeout_s: float | None = None, request_id: str = ""
+        self,
+        keys: Keys,
+        deadline_s: float,
+        wait: bool = False,
+        timeout_s: float | None = None,
+        request_id: str = "",
+        *,
+        tenant: str = "",
     ) -> Prefetch:
         """See ``Client.prefetch``. The handle's ``cancel`` does not block."""
         deadline = Deadline(deadline_s) if wait else self._deadline(timeout_s)
         return await self._pool.run(
-            lambda: self._client.prefetch_until(deadline, keys, deadline_s, wait, request_id), deadline.cancel, Prefetch.cancel
+            lambda: self._client.prefetch_until(deadline, keys, deadline_s, wait, request_id, tenant),
+            deadline.cancel,
+            Prefetch.cancel,
         )
 
     async def evict(
-        self, keys: Keys | None = None, tier: Tier | None = None, idle_s: float = 0.0, timeout_s: float | None = None
+        self,
+        keys: Keys | None = None,
+        tier: Tier | None = None,
+        idle_s: float = 0.0,
+        timeout_s: float | None = None,
+        *,
+        tenant: str = "",
     ) -> int:
         """See ``Client.evict``."""
         deadline = self._deadline(timeout_s)
-        return await self._pool.run(lambda: self._client.evict_until(deadline, keys, tier, idle_s), deadline.cancel)
+        return await self._pool.run(lambda: self._client.evict_until(deadline, keys, tier, idle_s, tenant), deadline.cancel)
 
-    async def pin(self, keys: Keys, expires_s: float, timeout_s: float | None = None) -> Pin:
+    async def pin(self, keys: Keys, expires_s: float, timeout_s: float | None = None, *, tenant: str = "") -> Pin:
         """See ``Client.pin``. A cancelled pin is not taken back; it expires."""
         deadline = self._deadline(timeout_s)
-        return await self._pool.run(lambda: self._client.pin_until(deadline, keys, expires_s), deadline.cancel)
+        return await self._pool.run(lambda: self._client.pin_until(deadline, keys, expires_s, tenant), deadline.cancel)
 
     async def unpin(self, pin: Pin, timeout_s: float = 1.0) -> bool:
         """See ``Pin.unpin``."""

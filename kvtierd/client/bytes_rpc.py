@@ -25,9 +25,9 @@ PART_BYTES: Final = 2 << 20
 
 
 def save_bytes(
-    session: Session, packed: bytes, blocks: Sequence[Sequence[Bytes1D]], deadline: Deadline
+    session: Session, packed: bytes, blocks: Sequence[Sequence[Bytes1D]], deadline: Deadline, ttl_ms: int = 0
 ) -> tuple[SaveResult, RequestError | None]:
-    """Save blocks over one stream of messages for each part of the keys.
+    """Save blocks over one stream of messages for each part of the keys. Their life is ``ttl_ms``; 0 for no end.
 
     Returns:
         How it ended, and the error if the daemon refused a call as such.
@@ -37,7 +37,7 @@ def save_bytes(
     for start in range(0, len(blocks), size):
         stop = min(start + size, len(blocks))
         try:
-            response = _save_part(session, packed, blocks, start, stop, deadline)
+            response = _save_part(session, packed, blocks, start, stop, deadline, ttl_ms)
         except KvtierdError as e:
             result.rejected[rejection(e)] += len(blocks) - start
             return result, e if isinstance(e, RequestError) else None
@@ -52,17 +52,17 @@ def save_bytes(
 
 
 def _save_part(
-    session: Session, packed: bytes, blocks: Sequence[Sequence[Bytes1D]], start: int, stop: int, deadline: Deadline
+    session: Session, packed: bytes, blocks: Sequence[Sequence[Bytes1D]], start: int, stop: int, deadline: Deadline, ttl_ms: int
 ) -> pb.SaveBytesResponse:
     def messages() -> Iterator[pb.SaveBytesRequest]:
-        token = session.token
+        token, ttl = session.token, ttl_ms
         for index in range(start, stop):
             key = packed[index * KEY_BYTES : (index + 1) * KEY_BYTES]
             for shard, view in enumerate(blocks[index]):
                 for offset in range(0, view.nbytes, PART_BYTES):
                     data = view[offset : offset + PART_BYTES].tobytes()
-                    yield pb.SaveBytesRequest(session=token, key=key, shard=shard, data=data)
-                    token = b""
+                    yield pb.SaveBytesRequest(session=token, key=key, shard=shard, data=data, ttl_ms=ttl)
+                    token, ttl = b"", 0
 
     call = _stub(session).SaveBytes
     response: pb.SaveBytesResponse = _answered(session, lambda: call(messages(), timeout=deadline.remaining_s))

@@ -8,31 +8,30 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
 from types import TracebackType
-from typing import Final, TypeVar
+from typing import Final
 
 import grpc
 
 from kvtierd.client import bytes_rpc, control, loading, saving
 from kvtierd.client.address import default_address, socket_path
 from kvtierd.client.buffers import Buffers, Keys, block_views, count_keys, pack_keys
+from kvtierd.client.connection import Connection
 from kvtierd.client.control import Pin, Prefetch
 from kvtierd.client.copying import DEFAULT_COPY_THREADS, Copier
 from kvtierd.client.deadline import Deadline
 from kvtierd.client.link import Link
 from kvtierd.client.loading import Fetch, reason_of
-from kvtierd.client.results import PASSING, UNAVAILABLE, ClientStatus, LoadedBytes, LoadResult, LookupResult, SaveResult
-from kvtierd.client.saving import Reservation, rejection
+from kvtierd.client.results import PASSING, UNAVAILABLE, LoadedBytes, LoadResult, LookupResult, SaveResult
+from kvtierd.client.saving import Reservation, rejection, wire_ttl_ms
 from kvtierd.client.session import Session, SessionSettings
-from kvtierd.errors import DaemonUnavailableError, KvtierdError, RequestError
+from kvtierd.errors import DaemonUnavailableError
 from kvtierd.model import Namespace, Tier
 
 DEFAULT_TIMEOUT_S: Final = 1.0
-T = TypeVar("T")
 
 
-class Client:
+class Client(Connection):
     """A connection to one daemon for one namespace. Thread-safe. Attaches in the background from the start.
 
     Keys are packed bytes (32 each), a numpy array of bytes, or a sequence of 32-byte keys. Buffers are one C-contiguous
@@ -80,41 +79,15 @@ class Client:
         remote = socket_path(where) is None
         self.namespace = namespace
         self.address = where
-        self.timeout_s = timeout_s
-        self.require = require
         self._bytes_only = remote if bytes_only is None else bytes_only
         self._copier = Copier(copy_threads)
-        self._link = Link(
-            SessionSettings(where, namespace, tenant, name, pins_memory, shard, self._bytes_only, credentials),
-        )
+        settings = SessionSettings(where, namespace, tenant, name, pins_memory, shard, self._bytes_only, credentials)
+        super().__init__(Link(settings), timeout_s, require)
         self._link.start()
         if require and not self._link.wait_attached(timeout_s):
             error = self._link.status.error
             self.close()
             raise DaemonUnavailableError(error)
-
-    # -- state ---------------------------------------------------------------------------------------------------------
-
-    @property
-    def status(self) -> ClientStatus:
-        """State at this moment."""
-        return self._link.status
-
-    @property
-    def session_token(self) -> bytes:
-        """Token that a worker process joins the session with; empty without a session. Another after each re-attach."""
-        session = self._link.session
-        return session.token if session is not None else b""
-
-    @property
-    def descriptor_socket(self) -> str:
-        """Path that a worker process joins the session at; empty without a session."""
-        session = self._link.session
-        return session.welcome.descriptor_socket if session is not None else ""
-
-    def wait_attached(self, timeout_s: float) -> bool:
-        """Wait for a session, through failed attempts too. False when there is none in time."""
-        return self._link.wait_attached(timeout_s)
 
     def close(self) -> None:
         """Detach. Calls under way see the daemon as gone. Idempotent."""
@@ -129,29 +102,34 @@ class Client:
 
     # -- blocks --------------------------------------------------------------------------------------------------------
 
-    def lookup(self, keys: Keys, each: bool = False, timeout_s: float | None = None) -> LookupResult:
+    def lookup(self, keys: Keys, each: bool = False, timeout_s: float | None = None, *, tenant: str = "") -> LookupResult:
         """What is held. Changes nothing and renews nothing.
 
         Args:
             keys: root first.
             each: look at every key instead of stopping at the first miss.
             timeout_s: deadline.
+            tenant: to act for, where this session may; empty means the client's own.
 
         Raises:
             ValueError: malformed keys.
         """
-        return self.lookup_until(self._deadline(timeout_s), keys, each)
+        return self.lookup_until(self._deadline(timeout_s), keys, each, tenant)
 
-    def lookup_until(self, deadline: Deadline, keys: Keys, each: bool = False) -> LookupResult:
+    def lookup_until(self, deadline: Deadline, keys: Keys, each: bool = False, tenant: str = "") -> LookupResult:
         """As ``lookup``, with a deadline that another thread can bring forward."""
         packed = pack_keys(keys)
         if not packed:
             return LookupResult()
         return self._call(
-            deadline, lambda s: control.lookup(s, packed, deadline, each=each), lambda e: LookupResult(reason=reason_of(e))
+            deadline,
+            lambda s: control.lookup(s, packed, deadline, each=each, tenant=tenant),
+            lambda e: LookupResult(reason=reason_of(e)),
         )
 
-    def save(self, keys: Keys, buffers: Buffers, timeout_s: float | None = None, wait_s: float = 0.0) -> SaveResult:
+    def save(
+        self, keys: Keys, buffers: Buffers, timeout_s: float | None = None, wait_s: float = 0.0, *, ttl_s: float | None = None
+    ) -> SaveResult:
         """Copy blocks into the cache.
 
         Args:
@@ -159,25 +137,29 @@ class Client:
             buffers: one entry a key, see the class.
             timeout_s: deadline of the whole call.
             wait_s: how long blocks that are BUSY, IN_PROGRESS or over the LIMIT are tried again, within the deadline.
+            ttl_s: life of the blocks: after that many seconds they are a miss; None for no end. Of several saves of one block,
+                also where it is held already, the latest end holds.
 
         Raises:
-            ValueError: malformed keys, or a buffer of another size than the namespace's; nothing was saved.
+            ValueError: malformed keys, a buffer of another size than the namespace's, or a life that cannot be; nothing was saved.
             RequestError: the daemon refuses such calls (a mistake of the caller).
         """
-        return self.save_until(self._deadline(timeout_s), keys, buffers, wait_s)
+        return self.save_until(self._deadline(timeout_s), keys, buffers, wait_s, ttl_s)
 
-    def save_until(self, deadline: Deadline, keys: Keys, buffers: Buffers, wait_s: float = 0.0) -> SaveResult:
+    def save_until(
+        self, deadline: Deadline, keys: Keys, buffers: Buffers, wait_s: float = 0.0, ttl_s: float | None = None
+    ) -> SaveResult:
         """As ``save``, with a deadline that another thread can bring forward."""
-        packed = pack_keys(keys)
+        packed, ttl_ms = pack_keys(keys), wire_ttl_ms(ttl_s)
         blocks = block_views(buffers, count_keys(packed), self.namespace.shard_bytes)
         if not blocks:
             return SaveResult()
 
         def run(session: Session) -> SaveResult:
             if self._bytes_only:
-                result, error = bytes_rpc.save_bytes(session, packed, blocks, deadline)
+                result, error = bytes_rpc.save_bytes(session, packed, blocks, deadline, ttl_ms)
             else:
-                result, error = saving.Saving(session, self._copier, packed, blocks, deadline, wait_s).run()
+                result, error = saving.Saving(session, self._copier, packed, blocks, deadline, wait_s, ttl_ms).run()
             if error is not None and error.reason not in PASSING:
                 raise error
             if self.require and result.rejected[UNAVAILABLE]:
@@ -218,33 +200,39 @@ class Client:
 
         return self._call(deadline, run, lambda e: LoadResult(reason=reason_of(e)))
 
-    def reserve(self, keys: Keys, timeout_s: float | None = None, wait_s: float = 0.0) -> Reservation:
+    def reserve(
+        self, keys: Keys, timeout_s: float | None = None, wait_s: float = 0.0, *, tenant: str = "", ttl_s: float | None = None
+    ) -> Reservation:
         """Ask for slots to fill in place: ``with client.reserve(keys) as r: … r.views(i) …; r.commit()``.
 
         Args:
             keys: root first, at most the daemon's limit for one call.
             timeout_s: deadline of the answer.
             wait_s: how long the daemon may wait for space, within the deadline.
+            tenant: to act for, where this session may; empty means the client's own.
+            ttl_s: life of the blocks from their commit on, as in ``save``.
 
         Raises:
-            ValueError: malformed keys.
+            ValueError: malformed keys, or a life that cannot be.
             RequestError: too many keys for one call, or the daemon refuses such calls.
         """
-        return self.reserve_until(self._deadline(timeout_s), keys, wait_s)
+        return self.reserve_until(self._deadline(timeout_s), keys, wait_s, tenant, ttl_s)
 
-    def reserve_until(self, deadline: Deadline, keys: Keys, wait_s: float = 0.0) -> Reservation:
+    def reserve_until(
+        self, deadline: Deadline, keys: Keys, wait_s: float = 0.0, tenant: str = "", ttl_s: float | None = None
+    ) -> Reservation:
         """As ``reserve``, with a deadline that another thread can bring forward."""
-        packed = pack_keys(keys)
+        packed, ttl_ms = pack_keys(keys), wire_ttl_ms(ttl_s)
         count = count_keys(packed)
         if not count:
             return Reservation(None, 0, None)
         return self._hold(
             deadline,
-            lambda session: saving.reserve(session, packed, deadline, wait_s),
+            lambda session: saving.reserve(session, packed, deadline, wait_s, tenant, ttl_ms),
             lambda e: Reservation(None, count, None, outcome=rejection(e), reason=reason_of(e)),
         )
 
-    def fetch(self, keys: Keys, timeout_s: float | None = None, each: bool = False) -> Fetch:
+    def fetch(self, keys: Keys, timeout_s: float | None = None, each: bool = False, *, tenant: str = "") -> Fetch:
         """Blocks to read in place: ``with client.fetch(keys) as f: for index, views in f: …``.
 
         Check ``f.intact`` after the last use of the views: what was read before it turned False cannot be trusted.
@@ -253,37 +241,38 @@ class Client:
             keys: root first, at most the daemon's limit for one call.
             timeout_s: past it what is not readable is a miss.
             each: every key that is held instead of stopping at the first miss.
+            tenant: to act for, where this session may; empty means the client's own.
 
         Raises:
             ValueError: malformed keys.
             RequestError: too many keys for one call.
         """
-        return self.fetch_until(self._deadline(timeout_s), keys, each)
+        return self.fetch_until(self._deadline(timeout_s), keys, each, tenant)
 
-    def fetch_until(self, deadline: Deadline, keys: Keys, each: bool = False) -> Fetch:
+    def fetch_until(self, deadline: Deadline, keys: Keys, each: bool = False, tenant: str = "") -> Fetch:
         """As ``fetch``, with a deadline that another thread can bring forward."""
         packed = pack_keys(keys)
         if not packed:
             return Fetch(None, None, deadline)
         return self._hold(
             deadline,
-            lambda session: loading.fetch(session, packed, deadline, each=each),
+            lambda session: loading.fetch(session, packed, deadline, each=each, tenant=tenant),
             lambda e: Fetch(None, None, deadline, reason_of(e)),
         )
 
-    def save_bytes(self, keys: Keys, buffers: Buffers, timeout_s: float | None = None) -> SaveResult:
+    def save_bytes(self, keys: Keys, buffers: Buffers, timeout_s: float | None = None, *, ttl_s: float | None = None) -> SaveResult:
         """As ``save``, with the bytes in the messages, on any session."""
-        return self.save_bytes_until(self._deadline(timeout_s), keys, buffers)
+        return self.save_bytes_until(self._deadline(timeout_s), keys, buffers, ttl_s)
 
-    def save_bytes_until(self, deadline: Deadline, keys: Keys, buffers: Buffers) -> SaveResult:
+    def save_bytes_until(self, deadline: Deadline, keys: Keys, buffers: Buffers, ttl_s: float | None = None) -> SaveResult:
         """As ``save_bytes``, with a deadline of the caller's."""
-        packed = pack_keys(keys)
+        packed, ttl_ms = pack_keys(keys), wire_ttl_ms(ttl_s)
         blocks = block_views(buffers, count_keys(packed), self.namespace.shard_bytes)
         if not blocks:
             return SaveResult()
 
         def run(session: Session) -> SaveResult:
-            result, error = bytes_rpc.save_bytes(session, packed, blocks, deadline)
+            result, error = bytes_rpc.save_bytes(session, packed, blocks, deadline, ttl_ms)
             if error is not None and error.reason not in PASSING:
                 raise error
             return result
@@ -308,7 +297,14 @@ class Client:
     # -- control -------------------------------------------------------------------------------------------------------
 
     def prefetch(
-        self, keys: Keys, deadline_s: float, wait: bool = False, timeout_s: float | None = None, request_id: str = ""
+        self,
+        keys: Keys,
+        deadline_s: float,
+        wait: bool = False,
+        timeout_s: float | None = None,
+        request_id: str = "",
+        *,
+        tenant: str = "",
     ) -> Prefetch:
         """Start promoting blocks to CPU memory and keep them there until the deadline, a load of them, or ``cancel``.
 
@@ -318,25 +314,38 @@ class Client:
             wait: return when all is ready, at the latest after ``deadline_s``; else at once.
             timeout_s: deadline of the answer, when not waiting.
             request_id: the caller's, for the daemon's logs and stories.
+            tenant: to act for, where this session may; empty means the client's own.
 
         Raises:
             ValueError: malformed keys.
         """
         seconds = deadline_s if wait else self.timeout_s if timeout_s is None else timeout_s
-        return self.prefetch_until(Deadline(seconds), keys, deadline_s, wait, request_id)
+        return self.prefetch_until(Deadline(seconds), keys, deadline_s, wait, request_id, tenant)
 
-    def prefetch_until(self, deadline: Deadline, keys: Keys, deadline_s: float, wait: bool, request_id: str) -> Prefetch:
+    def prefetch_until(
+        self, deadline: Deadline, keys: Keys, deadline_s: float, wait: bool, request_id: str, tenant: str = ""
+    ) -> Prefetch:
         """As ``prefetch``, with a deadline that another thread can bring forward."""
         packed = pack_keys(keys)
         if not packed:
             return Prefetch(self._link)
         return self._call(
             deadline,
-            lambda s: control.prefetch(self._link, s, packed, deadline, deadline_s, wait=wait, request_id=request_id),
+            lambda s: control.prefetch(
+                self._link, s, packed, deadline, deadline_s, wait=wait, request_id=request_id, tenant=tenant
+            ),
             lambda e: Prefetch(self._link, reason=reason_of(e)),
         )
 
-    def evict(self, keys: Keys | None = None, tier: Tier | None = None, idle_s: float = 0.0, timeout_s: float | None = None) -> int:
+    def evict(
+        self,
+        keys: Keys | None = None,
+        tier: Tier | None = None,
+        idle_s: float = 0.0,
+        timeout_s: float | None = None,
+        *,
+        tenant: str = "",
+    ) -> int:
         """Forget copies. Blocks in use are forgotten when their last user lets go.
 
         Args:
@@ -344,72 +353,40 @@ class Client:
             tier: only copies on this tier; None means all.
             idle_s: only blocks idle at least this long.
             timeout_s: deadline.
+            tenant: to act for, where this session may; empty means the client's own.
 
         Returns:
             Copies forgotten; 0 without a daemon.
         """
-        return self.evict_until(self._deadline(timeout_s), keys, tier, idle_s)
+        return self.evict_until(self._deadline(timeout_s), keys, tier, idle_s, tenant)
 
-    def evict_until(self, deadline: Deadline, keys: Keys | None = None, tier: Tier | None = None, idle_s: float = 0.0) -> int:
+    def evict_until(
+        self, deadline: Deadline, keys: Keys | None = None, tier: Tier | None = None, idle_s: float = 0.0, tenant: str = ""
+    ) -> int:
         """As ``evict``, with a deadline that another thread can bring forward."""
         packed = None if keys is None else pack_keys(keys)
         if packed == b"":
             return 0
-        return self._call(deadline, lambda s: control.evict(s, packed, tier, idle_s, deadline), lambda _: 0)
+        return self._call(deadline, lambda s: control.evict(s, packed, tier, idle_s, deadline, tenant), lambda _: 0)
 
-    def pin(self, keys: Keys, expires_s: float, timeout_s: float | None = None) -> Pin:
+    def pin(self, keys: Keys, expires_s: float, timeout_s: float | None = None, *, tenant: str = "") -> Pin:
         """Keep the best copies of blocks in place until ``unpin`` or the expiry. A pin outlives the session.
 
         Args:
             keys: blocks to pin; those that are not held are left out.
             expires_s: seconds until the pin ends by itself.
             timeout_s: deadline.
+            tenant: to act for, where this session may; empty means the client's own.
         """
-        return self.pin_until(self._deadline(timeout_s), keys, expires_s)
+        return self.pin_until(self._deadline(timeout_s), keys, expires_s, tenant)
 
-    def pin_until(self, deadline: Deadline, keys: Keys, expires_s: float) -> Pin:
+    def pin_until(self, deadline: Deadline, keys: Keys, expires_s: float, tenant: str = "") -> Pin:
         """As ``pin``, with a deadline that another thread can bring forward."""
         packed = pack_keys(keys)
         if not packed:
             return Pin(self._link)
         return self._call(
             deadline,
-            lambda s: control.pin(self._link, s, packed, expires_s, deadline),
+            lambda s: control.pin(self._link, s, packed, expires_s, deadline, tenant),
             lambda e: Pin(self._link, reason=reason_of(e)),
         )
-
-    # -- helpers -------------------------------------------------------------------------------------------------------
-
-    def _deadline(self, timeout_s: float | None) -> Deadline:
-        return Deadline(self.timeout_s if timeout_s is None else timeout_s)
-
-    def _call(self, deadline: Deadline, run: Callable[[Session], T], nothing: Callable[[KvtierdError], T]) -> T:
-        """Run an operation in a session; a failure that a cache's user lives with becomes ``nothing(error)``."""
-
-        def run_and_leave(session: Session) -> T:
-            result = run(session)
-            session.leave()
-            return result
-
-        return self._hold(deadline, run_and_leave, nothing)
-
-    def _hold(self, deadline: Deadline, run: Callable[[Session], T], nothing: Callable[[KvtierdError], T]) -> T:
-        """As ``_call``, for results that keep the session and leave it themselves; a failure leaves it here."""
-        try:
-            session = self._link.acquire(deadline)
-        except (DaemonUnavailableError, RequestError) as e:
-            if self.require:
-                raise
-            return nothing(e)
-        try:
-            return run(session)
-        except BaseException as e:
-            session.leave()
-            if not isinstance(e, DaemonUnavailableError | RequestError):
-                raise
-            self._passes(e)
-            return nothing(e)
-
-    def _passes(self, error: KvtierdError) -> None:
-        if self.require or (isinstance(error, RequestError) and error.reason not in PASSING):
-            raise error

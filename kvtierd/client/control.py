@@ -22,7 +22,7 @@ def _parts(session: Session, packed: bytes) -> list[bytes]:
     return [packed] if len(packed) <= size else [packed[i : i + size] for i in range(0, len(packed), size)]
 
 
-def lookup(session: Session, packed: bytes, deadline: Deadline, *, each: bool) -> LookupResult:
+def lookup(session: Session, packed: bytes, deadline: Deadline, *, each: bool, tenant: str = "") -> LookupResult:
     """See ``Client.lookup``.
 
     Raises:
@@ -33,6 +33,7 @@ def lookup(session: Session, packed: bytes, deadline: Deadline, *, each: bool) -
         message = pb.AttachRequest()
         request = message.call.lookup
         request.keys = part
+        request.tenant = tenant
         request.each = each
         response: pb.LookupResponse = session.stream.begin(message, "lookup").result(deadline)
         held += response.held
@@ -42,7 +43,7 @@ def lookup(session: Session, packed: bytes, deadline: Deadline, *, each: bool) -
     return LookupResult(held, tiers)
 
 
-def evict(session: Session, packed: bytes | None, tier: Tier | None, idle_s: float, deadline: Deadline) -> int:
+def evict(session: Session, packed: bytes | None, tier: Tier | None, idle_s: float, deadline: Deadline, tenant: str = "") -> int:
     """See ``Client.evict``.
 
     Raises:
@@ -53,6 +54,7 @@ def evict(session: Session, packed: bytes | None, tier: Tier | None, idle_s: flo
         message = pb.AttachRequest()
         request = message.call.evict
         request.keys = part
+        request.tenant = tenant
         request.idle_s = idle_s
         if tier is not None:
             request.tier = _WIRE_TIER[tier]
@@ -102,7 +104,15 @@ class Prefetch:
 
 
 def prefetch(
-    link: Link, session: Session, packed: bytes, deadline: Deadline, deadline_s: float, *, wait: bool, request_id: str
+    link: Link,
+    session: Session,
+    packed: bytes,
+    deadline: Deadline,
+    deadline_s: float,
+    *,
+    wait: bool,
+    request_id: str,
+    tenant: str = "",
 ) -> Prefetch:
     """See ``Client.prefetch``.
 
@@ -114,6 +124,7 @@ def prefetch(
         message = pb.AttachRequest()
         request = message.call.prefetch
         request.keys = part
+        request.tenant = tenant
         request.deadline_ms = max(1, min(int(deadline_s * 1000), session.welcome.limits.max_deadline_ms or 1))
         request.request_id = request_id
         request.wait = wait
@@ -185,7 +196,7 @@ class Pin:
         return True
 
 
-def pin(link: Link, session: Session, packed: bytes, expires_s: float, deadline: Deadline) -> Pin:
+def pin(link: Link, session: Session, packed: bytes, expires_s: float, deadline: Deadline, tenant: str = "") -> Pin:
     """See ``Client.pin``.
 
     Raises:
@@ -194,6 +205,7 @@ def pin(link: Link, session: Session, packed: bytes, expires_s: float, deadline:
     message = pb.AttachRequest()
     request = message.call.pin
     request.keys = packed
+    request.tenant = tenant
     request.expires_s = expires_s
     response: pb.PinResponse = session.stream.begin(message, "pin").result(deadline)
     return Pin(link, response.pinned, response.ticket, session.boot_epoch)

@@ -56,7 +56,7 @@ class ExtentMap:
         descriptor_socket: path from Welcome.
         session: token from Welcome.
         shard: shard whose extents this process maps; -1 for all.
-        pins_memory: this process registers mapped memory with a device; the daemon then waits for confirmations.
+        pins_memory: this process registers mapped memory with a device; the daemon notes it.
         timeout_s: for joining, and for each request.
         numa_node: node of the process's device; -1 when it does not matter.
         on_mapped: called with (extent id, mapping) before the first view of an extent is given out. When it raises, the extent

@@ -48,12 +48,14 @@ class LoadCall:
         packed: packed keys, at most the session's limit.
         deadline: what is not ready by then is a miss.
         each: load every key that is held instead of stopping at the first miss.
+        tenant: to act for; empty means the session's own.
     """
 
-    def __init__(self, session: Session, packed: bytes, deadline: Deadline, *, each: bool) -> None:
+    def __init__(self, session: Session, packed: bytes, deadline: Deadline, *, each: bool, tenant: str = "") -> None:
         message = pb.AttachRequest()
         request = message.call.load
         request.keys = packed
+        request.tenant = tenant
         request.deadline_ms = session.daemon_ms(deadline.remaining_s)
         request.each = each
         self._stream = session.stream
@@ -292,6 +294,19 @@ class Fetch:
             ready, self._queue = self._queue, []
         return ready
 
+    def poll_slots(self, timeout_s: float = 0.0) -> tuple[list[int], list[int], bytes]:
+        """As ``poll``, for callers that hand slots on to other processes: everything at once, without work per block.
+
+        Blocks told here are not known to ``slots`` and ``views``, and stay pinned until ``close``.
+
+        Returns:
+            Positions; their slots, one a shard, flat; one byte each with the tiers it was on (bit 0 HBM, bit 1 CPU, bit 2 NVMe).
+        """
+        response = self._take(Deadline(timeout_s), keep_waiting=True)
+        if response is None:
+            return [], [], b""
+        return list(response.indexes), list(response.slots), response.tiers
+
     def __iter__(self) -> Iterator[tuple[int, list[memoryview]]]:
         """Blocks as they become readable, up to the deadline."""
         while (index := self.next_index()) is not None:
@@ -314,24 +329,31 @@ class Fetch:
         """End the waiting of another thread."""
         self._deadline.cancel()
 
-    def _receive(self, deadline: Deadline, *, keep_waiting: bool) -> None:
-        call, session = self._call, self._session
-        if call is None or session is None or call.done:
-            return
+    def _take(self, deadline: Deadline, *, keep_waiting: bool) -> pb.LoadResponse | None:
+        call = self._call
+        if call is None or self._session is None or call.done:
+            return None
         if keep_waiting and not call.wait(deadline) and not self._deadline.passed:
-            return
+            return None
         try:
             response = call.take(self._deadline)
         except KvtierdError as e:
             self.reason = reason_of(e)
+            return None
+        if call.done:
+            self.reason = call.reason
+        return response
+
+    def _receive(self, deadline: Deadline, *, keep_waiting: bool) -> None:
+        session = self._session
+        response = self._take(deadline, keep_waiting=keep_waiting)
+        if response is None or session is None:
             return
         slots, tiers, shards = list(response.slots), response.tiers, session.shards
         for number, index in enumerate(response.indexes):
             self._slots[index] = slots[number * shards : (number + 1) * shards]
             self.tiers[index] = _TIER_OF_MASK[tiers[number] & 7] if number < len(tiers) else Tier.CPU
             self._queue.append(index)
-        if call.done:
-            self.reason = call.reason
 
     def release(self, indexes: Iterable[int]) -> None:
         """Unpin some blocks early."""
@@ -362,7 +384,7 @@ class Fetch:
         self.close()
 
 
-def fetch(session: Session, packed: bytes, deadline: Deadline, *, each: bool) -> Fetch:
+def fetch(session: Session, packed: bytes, deadline: Deadline, *, each: bool, tenant: str = "") -> Fetch:
     """Begin to load. The caller has entered the session; the fetch leaves it.
 
     Raises:
@@ -371,4 +393,4 @@ def fetch(session: Session, packed: bytes, deadline: Deadline, *, each: bool) ->
     count = count_keys(packed)
     if count > session.max_keys:
         raise RequestError(Reason.TOO_MANY_KEYS, f"{count} keys in one fetch; at most {session.max_keys}: split it")
-    return Fetch(session, LoadCall(session, packed, deadline, each=each), deadline)
+    return Fetch(session, LoadCall(session, packed, deadline, each=each, tenant=tenant), deadline)

@@ -6,6 +6,7 @@ while this process still writes into it.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -21,7 +22,7 @@ from kvtierd.client.results import DEADLINE, EVICTED, UNAVAILABLE, SaveResult
 from kvtierd.client.session import Session
 from kvtierd.client.transport import CallTimeoutError, PendingCall
 from kvtierd.errors import DaemonUnavailableError, KvtierdError, Reason, RequestError
-from kvtierd.model import KEY_BYTES
+from kvtierd.model import KEY_BYTES, MAX_TTL_S
 from kvtierd.v1 import kvtier_pb2 as pb
 
 RETRY_MIN_S: Final = 0.002
@@ -38,6 +39,19 @@ def rejection(error: KvtierdError) -> str:
     if isinstance(error, CallTimeoutError):
         return DEADLINE
     return error.reason.name if isinstance(error, RequestError) else UNAVAILABLE
+
+
+def wire_ttl_ms(ttl_s: float | None) -> int:
+    """A life of blocks as the protocol has it: milliseconds, rounded up, 0 for None.
+
+    Raises:
+        ValueError: not a number above 0, or longer than ten years.
+    """
+    if ttl_s is None:
+        return 0
+    if not 0 < ttl_s <= MAX_TTL_S:
+        raise ValueError(f"ttl_s must be above 0 and at most {MAX_TTL_S:.0f} seconds (ten years), or None for no end; got {ttl_s}")
+    return math.ceil(ttl_s * 1000)
 
 
 def pick_keys(packed: bytes, indexes: Sequence[int]) -> bytes:
@@ -58,6 +72,7 @@ class Saving:
         blocks: one list a key with one view a shard, of the right sizes.
         deadline: end of everything.
         wait_s: how long blocks that are BUSY, IN_PROGRESS or over the LIMIT are tried again.
+        ttl_ms: life of the blocks; 0 for no end.
     """
 
     def __init__(
@@ -68,12 +83,14 @@ class Saving:
         blocks: Sequence[Sequence[Bytes1D]],
         deadline: Deadline,
         wait_s: float,
+        ttl_ms: int = 0,
     ) -> None:
         self._session = session
         self._copier = copier
         self._packed = packed
         self._blocks = blocks
         self._deadline = deadline
+        self._ttl_ms = ttl_ms
         self._retry_until = Deadline(wait_s)
         self._commits: list[tuple[PendingCall, int]] = []
         self._result = SaveResult()
@@ -130,6 +147,7 @@ class Saving:
         message = pb.AttachRequest()
         request = message.call.save
         request.keys = pick_keys(self._packed, part)
+        request.ttl_ms = self._ttl_ms
         wait_s = min(self._retry_until.remaining_s, self._deadline.remaining_s)
         if wait_s > 0:
             request.wait_ms = self._session.daemon_ms(wait_s)
@@ -340,7 +358,7 @@ class Reservation:
         self.close()
 
 
-def reserve(session: Session, packed: bytes, deadline: Deadline, wait_s: float) -> Reservation:
+def reserve(session: Session, packed: bytes, deadline: Deadline, wait_s: float, tenant: str = "", ttl_ms: int = 0) -> Reservation:
     """Ask for slots. The caller has entered the session; the reservation leaves it.
 
     Raises:
@@ -351,6 +369,8 @@ def reserve(session: Session, packed: bytes, deadline: Deadline, wait_s: float) 
         raise RequestError(Reason.TOO_MANY_KEYS, f"{count} keys in one reservation; at most {session.max_keys}: split it")
     message = pb.AttachRequest()
     message.call.save.keys = packed
+    message.call.save.tenant = tenant
+    message.call.save.ttl_ms = ttl_ms
     if wait_s > 0:
         message.call.save.wait_ms = session.daemon_ms(min(wait_s, deadline.remaining_s))
     return Reservation(session, count, session.stream.begin(message, "save").result(deadline))

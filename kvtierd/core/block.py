@@ -27,6 +27,8 @@ Invariants (``check_block`` restates them):
 * a READY copy without pins is in exactly one LRU list of its realm; no other copy is in any;
 * ``mask`` has exactly the bits of the READY copies; a block in the index has at least one copy;
 * a DOOMED copy has at least one pin and is no longer reachable from its block.
+
+A block may have an expiry (``core/expiry.py``): then it is evicted as by a request, with the reason "expired".
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import TYPE_CHECKING, Final
 
-from kvtierd.model import Tier
+from kvtierd.model import NO_END, Tier
 
 if TYPE_CHECKING:
     from kvtierd.core.realm import Realm
@@ -63,14 +65,15 @@ TRANSITIONS: Final = frozenset(
 
 
 class Block:
-    """One block: its key, where its copies are, and when it was last used. Kept small: there are millions."""
+    """One block: its key, where its copies are, when it was last used and when it expires. Kept small: there are millions."""
 
-    __slots__ = ("cpu", "hbm", "key", "mask", "nvme", "realm", "used_at_s")
+    __slots__ = ("cpu", "expires_s", "hbm", "key", "mask", "nvme", "realm", "used_at_s")
 
     def __init__(self, key: bytes, realm: Realm, used_at_s: float) -> None:
         self.key = key
         self.realm = realm
         self.used_at_s = used_at_s
+        self.expires_s = NO_END
         self.mask = 0
         self.hbm: Copy | None = None
         self.cpu: Copy | None = None
@@ -95,9 +98,12 @@ class Block:
 
 
 class Copy:
-    """One copy of a block on one tier; also a node of its LRU list."""
+    """One copy of a block on one tier; also a node of its LRU list.
 
-    __slots__ = ("block", "generation", "lru", "newer", "older", "pins", "slots", "state", "tier")
+    ``expires_s`` is, for a copy on NVMe, the block's expiry as its record on disk has it.
+    """
+
+    __slots__ = ("block", "expires_s", "generation", "lru", "newer", "older", "pins", "slots", "state", "tier")
 
     def __init__(self, block: Block, tier: Tier, slots: int | tuple[int, ...], generation: int = 0) -> None:
         self.block = block
@@ -106,6 +112,7 @@ class Copy:
         self.slots = slots
         self.pins = 0
         self.generation = generation
+        self.expires_s = NO_END
         self.older: Copy | None = None
         self.newer: Copy | None = None
         self.lru: LruList | None = None

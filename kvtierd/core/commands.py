@@ -57,6 +57,18 @@ class Forget:
 
 
 @dataclass(frozen=True, slots=True)
+class Renew:
+    """A copy on NVMe expires later than its record says: record it."""
+
+    realm_id: int
+    key: bytes
+    generation: int
+    slots: tuple[int, ...]
+    expires_s: float
+    """On the core's clock; NO_END when it does not expire any more."""
+
+
+@dataclass(frozen=True, slots=True)
 class Progress:
     """A load or prefetch has news for its caller."""
 
@@ -68,4 +80,4 @@ class SpaceFreed:
     """Somebody who was refused for lack of space may try again."""
 
 
-Command = StartMoves | Forget | Progress | SpaceFreed | NewExtent | RetireExtent
+Command = StartMoves | Forget | Renew | Progress | SpaceFreed | NewExtent | RetireExtent

@@ -41,6 +41,7 @@ def take_snapshot(state: CoreState, sessions: Mapping[int, Session], pins: int, 
 def check_all(state: CoreState, sessions: Mapping[int, Session]) -> None:
     """Assert every invariant (visits everything)."""
     state.check_usage()
+    state.expiries.check(block for realm in state.realms.values() for block in realm.index.values())
     for realm in state.realms.values():
         realm.presence.check()
         for key, block in realm.index.items():

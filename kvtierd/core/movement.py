@@ -1,7 +1,8 @@
 """Moving copies between tiers: promotion for loads and prefetches, demotion by TTL, watermark, drain and need of room.
 
 A demotion never takes the upper copy away before the lower one is readable; a failed move leaves everything as it was, except
-that a source which cannot be read is forgotten. A promotion keeps its source, so that demoting the block again writes nothing.
+that a source which cannot be read is forgotten (one that the machine has no room to read just now is not). A promotion keeps
+its source, so that demoting the block again writes nothing.
 """
 
 from __future__ import annotations
@@ -20,8 +21,13 @@ from kvtierd.core.tickets import Entry, ReadTicket
 from kvtierd.errors import Reason
 from kvtierd.model import Result, Tier
 
+GROWTH_PAUSES: Final = 4
+"""Pauses for which a tier that has extents does not grow after its device had no room."""
 MAX_STEPS_PER_TICK: Final = 2048
 """Copies that one tick looks at; the rest follows in the next tick."""
+
+
+_MISS_REASONS: Final = {Result.CORRUPT: Reason.CORRUPT, Result.NO_SPACE: Reason.BUSY}
 
 
 class _Step(Enum):
@@ -348,6 +354,11 @@ class Mover:
 
     # ---- results
 
+    def unmade(self, now: float, targets: set[Copy]) -> None:
+        """There is no memory for these copies: end the moves that were to fill them. Their sources stay."""
+        for move in [m for m in self._state.moves.values() if m.dst in targets]:
+            self.done(now, move.move_id, Result.NO_SPACE)
+
     def done(self, now: float, move_id: int, result: Result) -> None:
         """Take in the result of a move."""
         state = self._state
@@ -402,9 +413,9 @@ class Mover:
         demoted = move.priority is Priority.DEMOTE
         if demoted:
             self._write_refused(now, target, result)
-        elif source.state is CopyState.READY:
+        elif source.state is CopyState.READY and result is not Result.NO_SPACE:
             state.evict(now, source, result.value)
-        reason = Reason.CORRUPT if result is Result.CORRUPT else Reason.IO
+        reason = _MISS_REASONS.get(result, Reason.IO)
         for ticket, index in move.waiters:
             if ticket.entries[index] == Entry.WAITING:
                 self.miss(now, ticket, index, reason)
@@ -415,11 +426,12 @@ class Mover:
         state = self._state
         pool = state.pools[target.tier]
         until = now + state.config.retry_s
-        if result is Result.NO_SPACE:
-            pool.growth_blocked_until_s = max(pool.growth_blocked_until_s, until)
         state.suspended[target.tier] = (until, result.value)
         for slot in target.all_slots():
             extent = pool.extents.get(slot >> 32)
             if extent is not None and (result is Result.IO_ERROR or extent.used == 0):
                 pool.drain(extent)
+        if result is Result.NO_SPACE:
+            # What exists is used again for a while before more is tried, or a tier on a disk that others filled takes nothing.
+            pool.growth_blocked_until_s = now + state.config.retry_s * (GROWTH_PAUSES if pool.extents else 1)
         state.take_pool_commands(target.tier)

@@ -70,7 +70,7 @@ class Reads:
         waiting: list[int] = []
         for index, key in enumerate(keys):
             block = realm.index.get(key)
-            if block is None or not block.mask:
+            if block is None or not block.mask or block.expires_s <= now:
                 if not each:
                     break
                 copies.append(None)
@@ -102,6 +102,12 @@ class Reads:
             self._alarms.set(deadline_s, ticket.ticket_id)
             self._mover.want(ticket, waiting)
         return ticket
+
+    def awaited(self) -> set[Block]:
+        """Blocks that loads have found and that still have to come up."""
+        waiting = [t for t in self.open.values() if t.waiting and not t.prefetch]
+        pairs = (pair for t in waiting for pair in zip(t.copies, t.entries, strict=True))
+        return {copy.block for copy, entry in pairs if entry == Entry.WAITING and copy is not None}
 
     def collect(self, now: float, ticket: ReadTicket) -> tuple[list[int], list[int], bool]:
         """Hand out the keys of a load that became readable, in order: their indexes, their slots, and whether that was all.

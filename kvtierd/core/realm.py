@@ -123,6 +123,10 @@ class TailHeap:
         self._listed[realm.realm_id] = (realm, at)
         heapq.heappush(self._heap, (at, realm.realm_id))
 
+    def drop(self, realm: Realm) -> None:
+        """Forget a realm; its entry goes when it surfaces."""
+        self._listed.pop(realm.realm_id, None)
+
     def first(self) -> tuple[float, Realm] | None:
         """The realm that comes first, with its place."""
         while self._heap:

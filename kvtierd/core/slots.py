@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 MAX_EXTENT_ID: Final = (1 << 31) - 1
 MAX_LEAVING_EXTENTS: Final = 4
 """Extents of a pool that may be on their way out at one time because another group asked for room."""
+UNMADE_PAUSE_S: Final = 1.0
+"""How long no extent is made after one could not be made."""
 LEAVING_PAUSE_S: Final = 1.0
 """How long an extent may take to go before a second one is asked for. Callers that were refused come back often."""
 
@@ -94,7 +96,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class NewExtent:
-    """Tells the shell to make an extent before anything uses it."""
+    """Tells the shell to make an extent before anything uses it, or to report that it cannot (``TierCore.extent_failed``)."""
 
     tier: Tier
     extent_id: int
@@ -106,7 +108,10 @@ class NewExtent:
 
 @dataclass(frozen=True, slots=True)
 class RetireExtent:
-    """Tells the shell to take an extent away from clients and to report :meth:`SlotPool.released` when that is done."""
+    """Tells the shell to take an extent away from clients and to report :meth:`SlotPool.released` when that is done.
+
+    An extent that could not be made is retired too.
+    """
 
     tier: Tier
     extent_id: int
@@ -214,6 +219,15 @@ class SlotPool:
         else:
             self.leaving.add(extent.extent_id)
 
+    def unmade(self, extent_id: int, now: float) -> set[Copy]:
+        """Give up an extent that could not be made. Returns the copies in it; it goes when the last of them has gone."""
+        self.growth_blocked_until_s = max(self.growth_blocked_until_s, now + UNMADE_PAUSE_S)
+        extent = self.extents.get(extent_id)
+        if extent is None:
+            return set()  # it was retired already
+        self.drain(extent)
+        return {owner for owner in extent.owners if owner is not None}
+
     def retire(self, extent: Extent) -> None:
         """Take an empty extent out of use; its bytes count until :meth:`released`."""
         assert extent.used == 0
@@ -234,9 +248,13 @@ class SlotPool:
         self.reserved_bytes -= self.retiring.pop(extent_id)
 
     def may_ask(self, now: float) -> bool:
-        """True when an extent may be sent away for another group: the last ones have gone, or take long."""
-        leaving = len(self.leaving) + len(self.retiring)
-        return not leaving or (leaving < MAX_LEAVING_EXTENTS and self.asked_long_ago(now))
+        """True when an extent may be sent away for another group: the last ones have gone, or take long.
+
+        Retired ones count only for a while: a client may keep them for ever, and others must get room all the same.
+        """
+        if not self.leaving and not self.retiring:
+            return True
+        return len(self.leaving) < MAX_LEAVING_EXTENTS and self.asked_long_ago(now)
 
     def asked_long_ago(self, now: float) -> bool:
         """True when no extent was sent away for another group for a while."""

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from kvtierd.core.block import TRANSITIONS, Block, Copy, CopyState
-from kvtierd.core.commands import Command, Forget, Move, SpaceFreed
+from kvtierd.core.commands import Command, Forget, Move, Renew, SpaceFreed
+from kvtierd.core.expiry import Expiries
 from kvtierd.core.realm import Realm, TailHeap, Tenant
 from kvtierd.core.slots import SlotPool
-from kvtierd.model import Tier, slot_extent
+from kvtierd.model import NO_END, Tier, slot_extent
 
 STORY_EVENTS: Final = 32_768
 """State changes remembered over all blocks."""
@@ -38,13 +39,10 @@ class CoreConfig:
     """Of one session."""
     max_ticket_share: float = 0.5
     """Of CPU memory, for one session's tickets; and for all pins together."""
-    max_realms: int = 65_536
+    max_realms: int = 4096
+    """Places for realms; those without blocks and sessions give theirs up when all are taken."""
     retry_s: float = 5.0
     """Pause after a device refused a write, or after no room was found below for a realm."""
-
-
-Recovered = tuple[int, bytes, int, tuple[int, ...]]
-"""A block found after a restart: realm id, key, generation, slots."""
 
 
 class StoryEvent(NamedTuple):
@@ -68,6 +66,8 @@ class Counts:
     move_bytes: Counter[tuple[Tier, Tier]] = field(default_factory=Counter)
     saves: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Keys by tenant and outcome."""
+    failed_commands: Counter[str] = field(default_factory=Counter)
+    """Commands that the shell could not run, by the name of their class."""
 
 
 class CoreState:
@@ -95,6 +95,7 @@ class CoreState:
         self.commands: list[Command] = []
         self.story: deque[StoryEvent] = deque(maxlen=STORY_EVENTS)
         self.counts = Counts()
+        self.expiries = Expiries()
         self.demote_wanted: deque[tuple[Copy, str]] = deque()
         """Copies that must leave their tier because their extent drains; each is listed once, so its length is bounded."""
         self.dirty_order = tuple(TailHeap(self._dirty_place(t)) for t in Tier)
@@ -191,6 +192,7 @@ class CoreState:
         if tier is Tier.NVME:
             copy.generation = self.next_generation
             self.next_generation += 1
+            copy.expires_s = block.expires_s
         self.set_state(now, copy, CopyState.FILLING, why)
         self.pin(copy)
         return copy
@@ -237,6 +239,10 @@ class CoreState:
             self.dirty_bytes[tier] += block.realm.tier_bytes[tier]
         if not copy.pins:
             self._link(copy)
+        if tier is Tier.NVME and copy.expires_s != block.expires_s:
+            # The block was saved again while it was written.
+            copy.expires_s = block.expires_s
+            self.commands.append(Renew(block.realm.realm_id, block.key, copy.generation, copy.all_slots(), block.expires_s))
         for upper in block.copies():
             # The first lower copy makes an upper one clean.
             if upper.tier >= tier or upper.state is not CopyState.READY:
@@ -274,6 +280,8 @@ class CoreState:
             if not block.copies():
                 del realm.index[block.key]
                 realm.tenant.blocks -= 1
+                if block.expires_s != NO_END:
+                    self.expiries.gone(block)
         if free:
             assert copy.pins == 0
             self.copies[tier] -= 1
@@ -283,46 +291,6 @@ class CoreState:
                 pool.free(slot)
             self.take_pool_commands(tier)
             self.space_freed()
-
-    def adopt_blocks(self, now: float, rows: Iterable[Recovered]) -> list[Recovered]:
-        """Make recovered blocks READY on NVMe: what :meth:`set_state` does for ABSENT to READY, without its cost.
-
-        A restart takes over millions of blocks that have no other copy, no pins and no story, so only their part of the work
-        is done here. ``check`` proves that the outcome is the same.
-        """
-        extents = self.pools[Tier.NVME].extents
-        doubles: list[Recovered] = []
-        adopted: Counter[int] = Counter()
-        for row in rows:
-            realm_id, key, generation, slots = row
-            realm = self.realms[realm_id]
-            if key in realm.index:
-                doubles.append(row)
-                continue
-            block = realm.index[key] = Block(key, realm, now)
-            block.nvme = copy = Copy(block, Tier.NVME, slots[0] if len(slots) == 1 else slots, generation)
-            block.mask = Tier.NVME.bit
-            copy.state = CopyState.READY
-            for slot in slots:
-                extent = extents[slot >> 32]
-                owners = extent.owners
-                assert owners[slot & 0xFFFF_FFFF] is None, "recovery never gives one slot twice"
-                owners[slot & 0xFFFF_FFFF] = copy
-                extent.used += 1
-                extent.used_at_s = now
-            realm.lru[Tier.NVME].dirty.append(copy)
-            realm.presence.changed(key)
-            adopted[realm_id] += 1
-        for realm_id, count in adopted.items():
-            realm = self.realms[realm_id]
-            size = count * realm.tier_bytes[Tier.NVME]
-            realm.tenant.blocks += count
-            realm.tenant.used_bytes[Tier.NVME] += size
-            self.copies[Tier.NVME] += count
-            self.dirty_bytes[Tier.NVME] += size
-            self.pools[Tier.NVME].used_bytes += size
-            self.order_changed(realm, Tier.NVME)
-        return doubles
 
     # ---- LRU lists
 
@@ -363,6 +331,12 @@ class CoreState:
         if heap is None:
             heap = self.nvme_order[realm.nvme_slot_bytes] = TailHeap(lambda r: r.oldest_s(Tier.NVME))
         return heap
+
+    def drop_from_orders(self, realm: Realm) -> None:
+        """Take a realm that is forgotten out of every order."""
+        owned = [heap for (name, _), pair in self._quota_order.items() if name == realm.tenant.name for heap in pair]
+        for heap in (*self.dirty_order, *self.ttl_order, *self.nvme_order.values(), *owned):
+            heap.drop(realm)
 
     def touch(self, now: float, blocks: list[Block]) -> None:
         """Make a request's blocks the most recently used, from tail to head, so that leaves go before roots."""

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Final
 
 from kvtierd.core.block import Block, Copy
 from kvtierd.core.realm import Realm
 from kvtierd.errors import Reason, RequestError
+
+GRANTED: Final = 1
+"""Outcome of a key of a Save that got slots (``kvtierd.v1.SaveOutcome``)."""
 
 
 class Entry(IntEnum):
@@ -66,6 +70,8 @@ class SaveTicket:
     realm: Realm
     open: list[Copy | None]
     left: int
+    ttl_s: float | None
+    """Life of its blocks from their commit on; None when they do not expire."""
 
 
 @dataclass(slots=True, eq=False)
@@ -124,3 +130,15 @@ class SaveGrant:
     outcomes: list[int]
     slots: list[int]
     held: list[Block]
+
+    def keep(self, left: list[int], refused: int) -> SaveGrant:
+        """This grant with only these of its granted keys, counted among the granted; the others get the outcome ``refused``."""
+        granted = [i for i, outcome in enumerate(self.outcomes) if outcome == GRANTED]
+        if len(left) == len(granted):
+            return self
+        width = len(self.slots) // len(granted)
+        outcomes = list(self.outcomes)
+        for n in set(range(len(granted))).difference(left):
+            outcomes[granted[n]] = refused
+        slots = [slot for n in left for slot in self.slots[n * width : (n + 1) * width]]
+        return SaveGrant(self.ticket_id if left else 0, outcomes, slots, self.held)

@@ -2,8 +2,8 @@
 
 Pure state: no I/O, no clock, no threads, no randomness. The shell calls one method an event, then runs
 :meth:`TierCore.take_commands` in order, calls :meth:`TierCore.move_done` and :meth:`TierCore.extent_released` for what it was
-told to do, and :meth:`TierCore.tick` when :meth:`TierCore.next_deadline` has come. The simulator does the same with a fake
-clock and fake tiers.
+told to do (or :meth:`TierCore.extent_failed`), and :meth:`TierCore.tick` when :meth:`TierCore.next_deadline` has come. The
+simulator does the same with a fake clock and fake tiers.
 """
 
 from __future__ import annotations
@@ -12,21 +12,24 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Final
 
+from kvtierd.core.adoption import Recovered, adopt_blocks
 from kvtierd.core.alarms import Alarms
-from kvtierd.core.block import Block, Copy, CopyState, ready_copy
+from kvtierd.core.block import Block, Copy, CopyState
 from kvtierd.core.commands import Command
+from kvtierd.core.expiry import expire_due, extend
 from kvtierd.core.inspection import check_all, take_snapshot
 from kvtierd.core.movement import Mover
+from kvtierd.core.pins import Pins
 from kvtierd.core.reads import Reads
 from kvtierd.core.realm import Realm, Tenant
 from kvtierd.core.space import Space
-from kvtierd.core.state import CoreConfig, CoreState, Recovered, StoryEvent
+from kvtierd.core.state import CoreConfig, CoreState, StoryEvent
 from kvtierd.core.stats import StatsSnapshot
-from kvtierd.core.tickets import PinTicket, ReadTicket, SaveGrant, SaveTicket, Session
+from kvtierd.core.tickets import GRANTED, PinTicket, ReadTicket, SaveGrant, SaveTicket, Session
+from kvtierd.core.unused import forget_unused_realms
 from kvtierd.errors import Reason, RequestError
-from kvtierd.model import KEY_BYTES, Namespace, Result, Tier, split_keys
+from kvtierd.model import KEY_BYTES, NO_END, Namespace, Result, Tier, split_keys
 
-GRANTED: Final = 1
 HELD: Final = 2
 IN_PROGRESS: Final = 3
 BUSY: Final = 4
@@ -61,31 +64,41 @@ class TierCore:
         self._space = Space(self.state)
         self._mover = Mover(self.state, self._space)
         self.sessions: dict[int, Session] = {}
-        self.pins: dict[int, PinTicket] = {}
         self._alarms = Alarms(
             lambda ticket_id: ticket_id in self._reads.open or ticket_id in self.pins,
             lambda: len(self._reads.open) + len(self.pins),
         )
+        self._pins = Pins(self.state, self._alarms)
         self._reads = Reads(self.state, self._mover, self._alarms)
         self._last_tick_s = float("-inf")
         self._next_realm_id = 1
 
     # ---- realms and sessions
 
-    def open_realm(self, tenant: str, namespace: Namespace, realm_id: int | None = None) -> tuple[Realm, bool]:
-        """The realm of a tenant and namespace, and whether it is new. ``realm_id`` is given when it is recovered.
+    def open_realm(
+        self, tenant: str, namespace: Namespace, realm_id: int | None = None, kept: Iterable[int] = ()
+    ) -> tuple[Realm, bool]:
+        """The realm of a tenant and namespace, and whether it is new.
+
+        When all places are taken, realms without blocks and sessions are forgotten.
+
+        Args:
+            tenant: owner.
+            namespace: layout of its blocks.
+            realm_id: given when it is recovered; then it counts but is not refused.
+            kept: ids of realms that are in use besides those of sessions.
 
         Raises:
-            RequestError: LIMIT when there are too many realms.
+            RequestError: LIMIT when there are too many realms in use.
         """
         state = self.state
         identity = (tenant, namespace.fingerprint())
         known = state.realm_ids.get(identity)
         if known is not None:
             return state.realms[known], False
-        if len(state.realms) >= state.config.max_realms:
-            raise RequestError(Reason.LIMIT, f"{state.config.max_realms} namespaces are in use; evict some or restart the daemon")
         if realm_id is None:
+            if len(state.realms) >= state.config.max_realms:
+                self._make_place(kept)
             realm_id = self._next_realm_id
         self._next_realm_id = max(self._next_realm_id, realm_id + 1)
         owner = state.tenant(tenant)
@@ -94,6 +107,16 @@ class TierCore:
         state.realms[realm_id] = realm
         state.realm_ids[identity] = realm_id
         return realm, True
+
+    def _make_place(self, kept: Iterable[int]) -> None:
+        state = self.state
+        forget_unused_realms(state, {*kept, *(s.realm.realm_id for s in self.sessions.values())})
+        if len(state.realms) >= state.config.max_realms:
+            raise RequestError(
+                Reason.LIMIT,
+                f"{len(state.realms)} namespaces hold blocks or have sessions, and no more may; evict the blocks of those that are "
+                f"not needed any more (all blocks of one with `kvtierd evict --namespace`) or end their sessions",
+            )
 
     def attach(self, session_id: int, realm: Realm) -> Session:
         """Begin a session."""
@@ -112,9 +135,11 @@ class TierCore:
 
     # ---- lookup
 
-    def lookup(self, realm: Realm, keys: list[bytes], *, each: bool = False) -> tuple[int, bytes]:
+    def lookup(self, now: float, realm: Realm, keys: list[bytes], *, each: bool = False) -> tuple[int, bytes]:
         """Keys held and a mask of tiers a key (up to the first miss, or with ``each`` for every key). Changes nothing."""
         blocks = list(map(realm.index.get, keys))
+        if self.state.expiries.overdue(now):
+            blocks = [None if block is None or block.expires_s <= now else block for block in blocks]
         if each:
             masks = bytes([0 if block is None else block.mask for block in blocks])
             return len(masks) - masks.count(0), masks
@@ -125,10 +150,10 @@ class TierCore:
             masks = masks[:first_hidden]
         return len(masks), masks
 
-    def lookup_packed(self, realm: Realm, packed: bytes, *, each: bool = False) -> tuple[int, bytes]:
-        """Like :meth:`lookup`, for packed keys; many at once take the vectorised way."""
-        if len(packed) < BULK_KEYS * KEY_BYTES:
-            return self.lookup(realm, split_keys(packed), each=each)
+    def lookup_packed(self, now: float, realm: Realm, packed: bytes, *, each: bool = False) -> tuple[int, bytes]:
+        """Like :meth:`lookup`, for packed keys; many at once take the vectorised way, which does not know of expiries."""
+        if len(packed) < BULK_KEYS * KEY_BYTES or self.state.expiries.overdue(now):
+            return self.lookup(now, realm, split_keys(packed), each=each)
         masks = realm.presence.lookup(packed)
         if each:
             return len(masks) - masks.count(0), masks
@@ -138,8 +163,10 @@ class TierCore:
 
     # ---- save
 
-    def save(self, now: float, session: Session, realm: Realm, keys: list[bytes]) -> SaveGrant:
+    def save(self, now: float, session: Session, realm: Realm, keys: list[bytes], ttl_s: float | None = None) -> SaveGrant:
         """Grant slots for keys that are held nowhere. Held ones count as used now.
+
+        Blocks expire ``ttl_s`` after their commit (None: not at all); held ones not before that time from now.
 
         Raises:
             RequestError: LIMIT when the session has too many tickets.
@@ -155,6 +182,7 @@ class TierCore:
         # Held ones first, so that room for the others is not made at their expense.
         held = [block for key in keys if (block := realm.index.get(key)) is not None and block.mask]
         state.touch(now, held)
+        extend(state, now, held, NO_END if ttl_s is None else now + ttl_s)
         for key in keys:
             block = realm.index.get(key)
             if block is not None:
@@ -178,7 +206,7 @@ class TierCore:
         ticket_id = 0
         if copies:
             ticket_id = next(state.ids)
-            session.tickets[ticket_id] = SaveTicket(ticket_id, session, realm, copies, len(copies))
+            session.tickets[ticket_id] = SaveTicket(ticket_id, session, realm, copies, len(copies), ttl_s)
         for outcome, count in Counter(outcomes).items():
             state.counts.saves[(realm.tenant.name, OUTCOME_NAMES[outcome])] += count
         self._mover.pump(now)
@@ -198,6 +226,7 @@ class TierCore:
             copy = self._close_index(ticket, index)
             copy.block.used_at_s = now
             if copy.state is CopyState.FILLING:
+                state.expiries.begin(copy.block, NO_END if ticket.ttl_s is None else now + ticket.ttl_s)
                 state.set_state(now, copy, CopyState.READY, "commit")
                 published.append(copy.block)
             state.unpin(now, copy)
@@ -292,48 +321,19 @@ class TierCore:
         """Keys of a realm that :meth:`evict_keys` would act on; the shell evicts them in portions."""
         return [k for k, b in realm.index.items() if b.used_at_s <= now - idle_s and (tier is None or b.copy_on(tier) is not None)]
 
-    def pin(self, now: float, realms: list[Realm], keys: list[bytes], expires_s: float) -> PinTicket:  # noqa: ARG002 - every event has the time
-        """Keep the fastest copy of each held key in place until ``expires_s`` (a time, not a duration).
+    @property
+    def pins(self) -> dict[int, PinTicket]:
+        """Open pins by ticket id."""
+        return self._pins.open
 
-        The realms are one tenant's when a client asks; an operator may name several.
-
-        Raises:
-            RequestError: LIMIT when pins would hold more than their share of a tier.
-        """
-        state = self.state
-        distinct = dict.fromkeys(keys)
-        copies = [ready_copy(b) for r in realms for k in distinct if (b := r.index.get(k)) is not None and b.mask]
-        size = [0, 0, 0]
-        for copy in copies:
-            size[copy.tier] += copy.block.realm.tier_bytes[copy.tier]
-        for tier in state.tiers:
-            held = sum(p.size_bytes[tier] for p in self.pins.values())
-            limit = int(state.config.max_ticket_share * state.config.capacity_bytes[tier])
-            if size[tier] and held + size[tier] > limit:
-                would = held + size[tier]
-                raise RequestError(
-                    Reason.LIMIT, f"pins would hold {would} bytes of {tier.name}; at most {limit}: unpin or pin fewer keys"
-                )
-        ticket = PinTicket(next(state.ids), {r.tenant.name for r in realms}, copies, expires_s, size)
-        for copy in copies:
-            state.pin(copy)
-        if copies:
-            self.pins[ticket.ticket_id] = ticket
-            self._alarms.set(expires_s, ticket.ticket_id)
-        return ticket
+    def pin(self, now: float, realms: list[Realm], keys: list[bytes], expires_s: float) -> PinTicket:
+        """See :meth:`Pins.pin`."""
+        return self._pins.pin(now, realms, keys, expires_s)
 
     def unpin(self, now: float, ticket_id: int, tenant: str | None = None) -> None:
-        """Take a pin back. Raises RequestError UNKNOWN_TICKET when it expired, or is another tenant's."""
-        ticket = self.pins.get(ticket_id)
-        if ticket is None or (tenant is not None and ticket.tenants != {tenant}):
-            raise RequestError(Reason.UNKNOWN_TICKET, f"pin {ticket_id} is not there: it expired or was taken back")
-        self._drop_pin(now, ticket)
+        """See :meth:`Pins.unpin`."""
+        self._pins.unpin(now, ticket_id, tenant)
         self._mover.pump(now)
-
-    def _drop_pin(self, now: float, ticket: PinTicket) -> None:
-        if self.pins.pop(ticket.ticket_id, None) is not None:
-            for copy in ticket.copies:
-                self.state.unpin(now, copy)
 
     # ---- the shell's reports
 
@@ -356,6 +356,29 @@ class TierCore:
         self.state.space_freed()
         self._mover.pump(now)
 
+    def extent_failed(self, now: float, tier: Tier, extent_id: int) -> None:
+        """An extent of :class:`NewExtent` could not be made: what was to be in it ends, and no other is made for a while.
+
+        Moves into it have ended when this returns, and are not in ``state.moves`` any more. Of grants that nobody has heard
+        of yet, :meth:`settle` says what is left.
+        """
+        lost = self.state.pools[tier].unmade(extent_id, now)
+        self._mover.unmade(now, lost)
+        for session in self.sessions.values():
+            for ticket in list(session.tickets.values()):
+                if isinstance(ticket, SaveTicket):
+                    self._abort(now, ticket, [i for i, copy in enumerate(ticket.open) if copy in lost], "no memory")
+        self._mover.pump(now)
+
+    def settle(self, session: Session, grant: SaveGrant) -> SaveGrant:
+        """A grant after its commands have run: keys whose slots could not be made are BUSY now. Call it before anybody commits."""
+        ticket = session.tickets.get(grant.ticket_id)
+        left = [i for i, copy in enumerate(ticket.open) if copy is not None] if isinstance(ticket, SaveTicket) else []
+        settled = grant.keep(left, BUSY)
+        if settled is not grant and isinstance(ticket, SaveTicket):
+            ticket.open = [copy for copy in ticket.open if copy is not None]
+        return settled
+
     def next_deadline(self) -> float | None:
         """Time of the next :meth:`tick`; None when nothing is due."""
         state = self.state
@@ -363,10 +386,9 @@ class TierCore:
         if not self._mover.ttl_goes_on:
             due = [at if at > self._last_tick_s else self._last_tick_s + RETRY_TICK_S for at in due]
         alarm_s = self._alarms.first()
-        if alarm_s is not None:
-            due.append(alarm_s)
+        due.extend(at for at in (alarm_s, state.expiries.first()) if at is not None)
         due.extend(state.next_pause_end_s())
-        if self._mover.has_waiting:
+        if self._mover.has_waiting or state.expiries.holds:
             due.append(self._last_tick_s + RETRY_TICK_S)
         return max(min(due), self._last_tick_s + MIN_TICK_S) if due else None
 
@@ -379,11 +401,12 @@ class TierCore:
             read = self._reads.open.get(ticket_id)
             if read is None:
                 if ticket_id in self.pins:
-                    self._drop_pin(now, self.pins[ticket_id])
+                    self._pins.drop(now, self.pins[ticket_id])
             elif read.prefetch:
                 self._reads.close(now, read)
             else:
                 self._reads.miss_rest(now, read, Reason.DEADLINE)
+        expire_due(state, now, self._reads.awaited)
         self._mover.ttl_due = True
         self._mover.pump(now)
 
@@ -423,9 +446,9 @@ class TierCore:
 
         Args:
             now: counts as their last use, in the order given: oldest first.
-            rows: (realm id, key, generation, slots).
+            rows: (realm id, key, generation, slots, expiry on the core's clock).
         """
-        return self.state.adopt_blocks(now, rows)
+        return adopt_blocks(self.state, now, rows)
 
     # ---- reading
 
@@ -437,14 +460,14 @@ class TierCore:
         """Remembered changes of blocks whose key begins with ``prefix``, oldest first."""
         return [event for event in self.state.story if event.key.startswith(prefix)]
 
-    def nvme_entries(self, realm: Realm, keys: list[bytes]) -> list[tuple[int, bytes, int, tuple[int, ...]]]:
-        """(realm id, key, generation, slots) of the readable NVMe copies among keys, for a snapshot."""
-        entries = []
+    def nvme_entries(self, realm: Realm, keys: list[bytes]) -> list[Recovered]:
+        """What :meth:`recover_blocks` takes, of the readable NVMe copies among keys, for a snapshot."""
+        entries: list[Recovered] = []
         for key in keys:
             block = realm.index.get(key)
             copy = block.nvme if block is not None else None
             if copy is not None and copy.state is CopyState.READY:
-                entries.append((realm.realm_id, key, copy.generation, copy.all_slots()))
+                entries.append((realm.realm_id, key, copy.generation, copy.all_slots(), copy.block.expires_s))
         return entries
 
     def check(self) -> None:

@@ -23,6 +23,9 @@ BATCH: Final = 32
 """Blocks of one call."""
 TIMEOUT_S: Final = 5.0
 SAVE_WAIT_S: Final = 1.0
+RESTART_WAIT_S: Final = 20.0
+"""How long the last quarter of the requests waits for a daemon that is away."""
+ATTACH_POLL_S: Final = 0.1
 
 
 @dataclass(frozen=True)
@@ -92,14 +95,29 @@ def _replay(job: Job, pipe: Connection) -> Iterator[Outcome]:
     with Client(namespace(job.seed), job.address, timeout_s=TIMEOUT_S, name=job.name) as client:
         client.wait_attached(TIMEOUT_S)
         replay = Replay(client, job.seed, corrupt=job.corrupt_one)
-        for number, request in job.requests:
+        held_back = len(job.requests) * 3 // 4
+        for position, (number, request) in enumerate(job.requests):
             due_s = job.started_s + request.at_s / job.speedup
             if pipe.poll(max(due_s - time.monotonic(), 0.0)):
+                return
+            if position >= held_back and not _wait_attached(client, pipe):
                 return
             outcome = Outcome(number, time.monotonic() - job.started_s, len(request.blocks))
             replay.run(request, outcome)
             outcome.attached = client.status.attached
             yield outcome
+
+
+def _wait_attached(client: Client, pipe: Connection) -> bool:
+    """Wait for the daemon. False when the worker is to end.
+
+    The replay is far faster than the trace was, a restart is not: without this, the whole replay may be over before it.
+    """
+    until_s = time.monotonic() + RESTART_WAIT_S
+    while not client.wait_attached(ATTACH_POLL_S) and time.monotonic() < until_s:
+        if pipe.poll(0):
+            return False
+    return True
 
 
 class Replay:

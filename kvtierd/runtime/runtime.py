@@ -7,24 +7,26 @@ comes back as an event. A method decides first and does I/O afterwards: no decis
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import replace
 from typing import Any, Final, Protocol
 
 from kvtierd.config import Config
 from kvtierd.core.block import Block, CopyState
-from kvtierd.core.commands import Forget, Progress, SpaceFreed, StartMoves
+from kvtierd.core.commands import Command, Forget, Progress, Renew, SpaceFreed, StartMoves
 from kvtierd.core.realm import Realm, Tenant
 from kvtierd.core.slots import NewExtent, RetireExtent
 from kvtierd.core.state import CoreConfig
 from kvtierd.core.tickets import PinTicket, ReadTicket, SaveGrant
 from kvtierd.core.tier_core import BUSY, TierCore
 from kvtierd.errors import Reason, RequestError
-from kvtierd.model import DEFAULT_TENANT, Namespace, Tier
+from kvtierd.model import DEFAULT_TENANT, Namespace, Result, Tier
+from kvtierd.runtime.restart import recover, snapshot_chunks
 from kvtierd.runtime.sessions import Attached, Sessions
+from kvtierd.runtime.wallclock import WallClock
 from kvtierd.tiers.base import BlockIo, RealmInfo
 from kvtierd.tiers.cpu import CpuPool
 from kvtierd.tiers.nvme import NvmeStore
@@ -35,12 +37,9 @@ log = logging.getLogger(__name__)
 MAX_PAUSE_S: Final = 10.0
 FLUSH_INTERVAL_S: Final = 0.2
 """How often removals reach the journal when nothing else is written."""
-SNAPSHOT_CHUNK: Final = 4096
-"""Copies gathered for a snapshot in one go of the event loop."""
 EVICT_CHUNK: Final = 4096
 RETRY_S: Final = 0.25
 EVICT_POLL_S: Final = 0.005
-RECOVER_CHUNK: Final = 20_000
 MAX_TENANT_NAME: Final = 128
 
 
@@ -57,6 +56,7 @@ class Runtime:
     def __init__(self, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
         self.config = config
         self.now = clock
+        self.wall = WallClock(clock)
         self.started_s = clock()
         self.boot_epoch = secrets.randbits(63) | 1  # no clock can make two boots look alike
         self.sessions = Sessions(config.server.max_sessions)
@@ -74,7 +74,10 @@ class Runtime:
         self._timer_at_s = float("inf")
         self.stopping = False
         """True once the daemon takes no new sessions; a drain alone only refuses saves."""
+        self.recovered_before = 0
+        """Generations of NVMe copies below this one were found at the start."""
         self._applying = False
+        self._closing = False
         self._background: set[asyncio.Task[None]] = set()
         """Extents on their way out and realms on their way to disk; no more than there are of both."""
 
@@ -85,36 +88,18 @@ class Runtime:
         if self.config.nvme.capacity:
             self.nvme = await asyncio.to_thread(NvmeStore.open, self.config.nvme)
             self.core = TierCore(_core_config(self.config, self.nvme.capacity_bytes), _tenants(self.config))
-            await self._recover(self.nvme)
+            self.recovered_before = await recover(self.core, self.nvme, self.wall)
         stores = {Tier.NVME: self.nvme} if self.nvme else {}
         depth = self.config.nvme.depth * max(len(self.config.nvme.folders), 1)
-        self.executor = Executor(self.cpu, dict(stores), depth, self._moved)
+        self.executor = Executor(self.cpu, dict(stores), depth, self._moved, self.wall.on_wall)
         self.apply()
-
-    async def _recover(self, store: NvmeStore) -> None:
-        began_s = time.monotonic()
-        found = await asyncio.to_thread(store.recover)
-        now = self.now()
-        for info in found.realms:
-            self.core.open_realm(info.tenant, info.namespace, info.realm_id)
-        for extent in found.extents:
-            self.core.recover_extent(extent.extent_id, extent.slot_bytes, extent.slot_count)
-        count = 0
-        rows = iter(found.blocks)
-        while chunk := list(itertools.islice(rows, RECOVER_CHUNK)):
-            for double in self.core.recover_blocks(now, chunk):
-                store.forget([BlockIo(*double, ())])
-            count += len(chunk)
-            await asyncio.sleep(0)
-        self.core.recovered(found.next_generation, found.next_extent_id)
-        self.core.state.story.clear()
-        log.info("recovered %d blocks from NVMe in %.2f s", count, time.monotonic() - began_s)
 
     async def stop(self) -> None:
         """Stop moving, write a snapshot, close everything."""
+        self._closing = True
         if self._timer is not None:
             self._timer.cancel()
-        await asyncio.to_thread(self.executor.close)
+        await self.executor.close()
         if self._background:
             await asyncio.gather(*self._background, return_exceptions=True)
         if self.nvme is not None:
@@ -146,38 +131,53 @@ class Runtime:
             return 0
         ok = False
         try:
-            count = await self.nvme.checkpoint(self._snapshot_chunks())
+            count = await self.nvme.checkpoint(snapshot_chunks(self.core, self.wall))
             ok = True
         finally:
             self.on_checkpoint(ok)
         return count
 
-    async def _snapshot_chunks(self) -> AsyncIterator[list[tuple[int, bytes, int, tuple[int, ...]]]]:
-        """NVMe copies in portions. Changes between portions are in the journal, which began before the first."""
-        for realm in list(self.core.state.realms.values()):
-            keys = list(realm.index)
-            for start in range(0, len(keys), SNAPSHOT_CHUNK):
-                yield self.core.nvme_entries(realm, keys[start : start + SNAPSHOT_CHUNK])
-                await asyncio.sleep(0)
-
     # ---- commands and time
 
     def apply(self) -> None:
-        """Run the core's commands and set the timer. Called after every event."""
+        """Run the core's commands and set the timer. Called after every event. One that fails takes no other along."""
         if self._applying:
             return  # an outer call is running commands; it goes on until there are none
         self._applying = True
         try:
             while commands := self.core.take_commands():
                 for command in commands:
-                    self._run(command)
+                    try:
+                        self._run(command)
+                    except Exception as e:
+                        self._failed(command, e)
         finally:
             self._applying = False
         self._set_timer()
 
-    def _run(self, command: object) -> None:
+    def _failed(self, command: Command, error: Exception) -> None:
+        """Count a command that could not be run, and tell the core what it cannot know."""
+        kind = type(command).__name__
+        self.core.state.counts.failed_commands[kind] += 1
+        if isinstance(command, NewExtent):
+            log.error(
+                "no %s extent of %d bytes can be made: %s; saves and loads that need one are refused until one can",
+                command.tier.name, command.slot_bytes * command.slot_count, str(error) or type(error).__name__,
+                exc_info=None if isinstance(error, OSError) else error,
+            )  # fmt: skip
+            self.core.extent_failed(self.now(), command.tier, command.extent_id)
+            return
+        log.error("%s could not be done", kind, exc_info=error)
         if isinstance(command, StartMoves):
-            self.executor.submit(command)
+            for move in command.moves:
+                if move.move_id in self.core.state.moves:
+                    self.core.move_done(self.now(), move.move_id, Result.NO_SPACE)
+
+    def _run(self, command: Command) -> None:
+        if isinstance(command, StartMoves):
+            moves = tuple(m for m in command.moves if m.move_id in self.core.state.moves)  # not those whose target failed
+            if moves:
+                self.executor.submit(replace(command, moves=moves))
         elif isinstance(command, Progress):
             event = self._progress.get(command.ticket)
             if event is not None:
@@ -188,6 +188,10 @@ class Runtime:
         elif isinstance(command, Forget):
             assert self.nvme is not None
             self.nvme.forget([BlockIo(command.realm_id, command.key, command.generation, command.slots, ())])
+        elif isinstance(command, Renew):
+            assert self.nvme is not None
+            expires_s = self.wall.on_wall(command.expires_s)
+            self.nvme.renew([BlockIo(command.realm_id, command.key, command.generation, command.slots, (), expires_s)])
         elif isinstance(command, NewExtent):
             if command.tier is Tier.CPU:
                 self.cpu.create(command.extent_id, command.slot_bytes, command.slot_count)
@@ -200,17 +204,25 @@ class Runtime:
     def _retire(self, command: RetireExtent) -> None:
         if command.tier is Tier.NVME:
             assert self.nvme is not None
-            self.nvme.drop_extent(command.extent_id)
+            if self.nvme.has_extent(command.extent_id):
+                self.nvme.drop_extent(command.extent_id)
             self.core.extent_released(self.now(), Tier.NVME, command.extent_id)
-            return
-        self._in_background(self._retire_cpu(command.extent_id))
+        elif self.cpu.has_extent(command.extent_id):
+            self._in_background(self._retire_cpu(command.extent_id))
+        else:
+            self.core.extent_released(self.now(), Tier.CPU, command.extent_id)  # it could not be made
 
     async def _retire_cpu(self, extent_id: int) -> None:
-        """Give an extent's memory back; it counts until no client can have it registered with a device any more."""
-        try:
-            await asyncio.to_thread(self.cpu.retire, extent_id)  # takes the kernel milliseconds
-        except OSError as e:
-            log.error("extent %d keeps its memory until its clients have gone: %s", extent_id, e)
+        """Give an extent's memory back; it counts until no client can map it any more."""
+        while self.cpu.has_extent(extent_id):
+            try:
+                await asyncio.to_thread(self.cpu.retire, extent_id)  # takes the kernel milliseconds
+            except Exception:  # not even a thread can be had: its bytes count meanwhile
+                self.core.state.counts.failed_commands[RetireExtent.__name__] += 1
+                log.exception("extent %d cannot be given back yet", extent_id)
+                if self._closing:
+                    return
+                await asyncio.sleep(RETRY_S)
         if self.revoker is None:
             self.extent_released(extent_id)
         else:
@@ -257,18 +269,22 @@ class Runtime:
             return self.core.state.realms[known]
         if not tenant.isprintable() or len(tenant) > MAX_TENANT_NAME:
             raise RequestError(Reason.BAD_REQUEST, f"a tenant name has at most {MAX_TENANT_NAME} printable characters")
-        realm, _ = self.core.open_realm(tenant, namespace)
-        if self.nvme is not None:
-            realm.writable = False
-            # A task of its own: whoever asked for the realm may go away, the realm stays.
-            await asyncio.shield(self._in_background(self._register(self.nvme, realm)))
-        return realm
+        kept = (realm_id for attached in self.sessions for realm_id in attached.realm_ids)  # looked at only when places are rare
+        realm, _ = self.core.open_realm(tenant, namespace, kept=kept)
+        if self.nvme is None:
+            return realm
+        realm.writable = False
+        # A task of its own: whoever asked for the realm may go away, the realm stays.
+        await asyncio.shield(self._in_background(self._register(self.nvme, realm)))
+        # Meanwhile it may have given its place up to another, as it holds nothing yet.
+        return await self.realm(tenant, namespace)
 
     async def _register(self, store: NvmeStore, realm: Realm) -> None:
         """Record a realm on disk, so that its blocks may be written down."""
         async with self._realm_lock:
             try:
-                await asyncio.to_thread(store.register_realm, RealmInfo(realm.realm_id, realm.tenant.name, realm.namespace))
+                info = RealmInfo(realm.realm_id, realm.tenant.name, realm.namespace)
+                await asyncio.to_thread(store.register_realm, info, frozenset(self.core.state.realms))
                 realm.writable = True
             except (OSError, RequestError) as e:
                 log.error("cannot record a namespace on NVMe: %s; its blocks stay in memory", e)
@@ -277,8 +293,14 @@ class Runtime:
         """Start work that :meth:`stop` waits for."""
         task = asyncio.get_running_loop().create_task(work)
         self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        task.add_done_callback(self._ended)
         return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._background.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            log.error("work in the background failed", exc_info=error)
 
     async def attach(self, namespace: Namespace, tenant: str, client_name: str, pid: int) -> Attached:
         """Begin a session. Raises RequestError when the namespace or tenant cannot be, or there are too many sessions."""
@@ -309,12 +331,17 @@ class Runtime:
 
     # ---- data
 
-    async def save(self, attached: Attached, realm: Realm, keys: list[bytes], wait_s: float) -> SaveGrant:
+    def lookup(self, realm: Realm, packed: bytes, *, each: bool) -> tuple[int, bytes]:
+        """What is held now; see ``TierCore.lookup_packed``. Changes nothing."""
+        return self.core.lookup_packed(self.now(), realm, packed, each=each)
+
+    async def save(
+        self, attached: Attached, realm: Realm, keys: list[bytes], wait_s: float, ttl_s: float | None = None
+    ) -> SaveGrant:
         """Grant slots; keys refused for lack of room are tried again until ``wait_s`` has passed."""
         self.check_alive(attached)
         space = self._space
-        grant = self.core.save(self.now(), attached.core, realm, keys)
-        self.apply()
+        grant = self._grant(attached, realm, keys, ttl_s)
         if BUSY not in grant.outcomes or grant.ticket_id or (wait_s <= 0 and not space.is_set()):
             return grant
         # Nothing was granted: wait for room and ask again as a whole, so that one call has one ticket.
@@ -331,10 +358,14 @@ class Runtime:
                         return grant
             self.check_alive(attached)
             space = self._space
-            grant = self.core.save(self.now(), attached.core, realm, keys)
-            self.apply()
+            grant = self._grant(attached, realm, keys, ttl_s)
             if grant.ticket_id or BUSY not in grant.outcomes or self.now() >= until_s:
                 return grant
+
+    def _grant(self, attached: Attached, realm: Realm, keys: list[bytes], ttl_s: float | None) -> SaveGrant:
+        grant = self.core.save(self.now(), attached.core, realm, keys, ttl_s)
+        self.apply()
+        return self.core.settle(attached.core, grant)
 
     def commit(self, attached: Attached, ticket_id: int, indexes: Iterable[int]) -> list[Block]:
         """Publish filled blocks."""

@@ -37,6 +37,8 @@ class Attached:
     stream_open: bool = True
     realm_ids: set[int] = field(default_factory=set)
     """Realms that it acted for; its processes may map their extents."""
+    requests: dict[str, int] = field(default_factory=dict)
+    """Tickets by the names that the caller gave its requests; some may have ended."""
     processes: set[int] = field(default_factory=set)
     """Connections on the descriptor socket."""
     on_event: Callable[[str], None] | None = None

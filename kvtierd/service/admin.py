@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 from collections.abc import Iterable
 from typing import Any, Final
 
@@ -11,13 +12,14 @@ import grpc
 
 from kvtierd import __version__
 from kvtierd.config import Config
-from kvtierd.core.block import Block
+from kvtierd.core.block import Block, Copy, CopyState
 from kvtierd.core.realm import Realm
+from kvtierd.core.tickets import SaveTicket
 from kvtierd.errors import Reason, RequestError
-from kvtierd.model import Tier, split_keys
+from kvtierd.model import KEY_BYTES, NO_END, Tier, split_keys
 from kvtierd.runtime import Runtime
 from kvtierd.service import status
-from kvtierd.service.calls import checked_expiry, checked_idle, tier_of
+from kvtierd.service.calls import checked_expiry, checked_span, tier_of
 from kvtierd.service.config_text import config_toml
 from kvtierd.service.metrics import Metrics
 from kvtierd.v1 import admin_pb2 as pb
@@ -26,6 +28,11 @@ from kvtierd.v1 import admin_pb2_grpc
 MAX_PAGE: Final = 1000
 MIN_PREFIX: Final = 4
 """Bytes of a key or fingerprint that an operator must give."""
+_TOKEN: Final = re.compile(r"([0-9]{1,18})\.([0-9]{1,18})")
+RECOVERED: Final = "recovered at start from NVMe"
+"""Why a copy is there that no remembered event made."""
+PREFIX_SCAN: Final = 20_000
+"""Keys that are compared in one go of the event loop."""
 PAGE_SCAN: Final = 100_000
 """Blocks that one page looks at."""
 
@@ -70,6 +77,7 @@ class AdminServicer(admin_pb2_grpc.KvTierAdminServiceServicer):
                     pinned_bytes=t.pinned_bytes,
                     path=paths.get(t.tier, ""),
                     suspended=t.suspended,
+                    configured_bytes=self._config.nvme.capacity if t.tier is Tier.NVME else t.capacity_bytes,
                 )
                 for t in shot.tiers
             ],
@@ -120,7 +128,7 @@ class AdminServicer(admin_pb2_grpc.KvTierAdminServiceServicer):
         """See the proto."""
 
         async def work() -> pb.DrainResponse:
-            timeout_s = min(checked_idle(request.timeout_s), self._config.server.max_deadline)
+            timeout_s = min(checked_span("timeout_s", request.timeout_s), self._config.server.max_deadline)
             left = await self._rt.drain(timeout_s or self._config.server.drain_timeout, resume=request.resume)
             return pb.DrainResponse(dirty_bytes=left)
 
@@ -141,9 +149,7 @@ class AdminServicer(admin_pb2_grpc.KvTierAdminServiceServicer):
         return await self._checked(context, lambda: self._page(request))
 
     def _page(self, request: pb.ListBlocksRequest) -> pb.ListBlocksResponse:
-        size = request.page_size or 100
-        if size > MAX_PAGE:
-            raise RequestError(Reason.BAD_REQUEST, f"page_size is at most {MAX_PAGE}")
+        size = _page_size(request.page_size)
         tier = tier_of(request.tier)
         realm_id, offset = _parse_token(request.page_token)
         response = pb.ListBlocksResponse()
@@ -181,17 +187,30 @@ class AdminServicer(admin_pb2_grpc.KvTierAdminServiceServicer):
             states=["" if c is None else c.state.name.lower() for c in copies],
             pins=sum(c.pins for c in copies if c is not None),
             idle_s=max(self._rt.now() - block.used_at_s, 0.0),
+            expires_in_s=None if block.expires_s == NO_END else max(block.expires_s - self._rt.now(), 0.0),
         )
 
     async def GetStory(self, request: pb.GetStoryRequest, context: Context) -> Any:
         """See the proto."""
-        return await self._checked(context, lambda: self._story(request.key))
+        return await self._checked(context, self._story(request.key))
 
-    def _story(self, prefix: bytes) -> pb.GetStoryResponse:
+    async def _story(self, prefix: bytes) -> pb.GetStoryResponse:
         if len(prefix) < MIN_PREFIX:
             raise RequestError(Reason.BAD_KEY, f"give at least {MIN_PREFIX} bytes ({2 * MIN_PREFIX} hex digits) of the key")
+        events = self._rt.core.story(prefix)[-MAX_PAGE:]
+        block = next((b for e in events for r in self._realms("") if (b := r.index.get(e.key)) is not None), None)
+        if block is None:
+            block = await self._block_that_begins(prefix)
         response = pb.GetStoryResponse()
-        for event in self._rt.core.story(prefix)[-MAX_PAGE:]:
+        if block is not None:
+            response.block.CopyFrom(self._info(block))
+            if block.nvme is not None and block.nvme.generation < self._rt.recovered_before:
+                response.events.add(
+                    key=block.key, tier=_wire_tier(Tier.NVME), to="ready", why=RECOVERED, **{"from": CopyState.ABSENT.name.lower()}
+                )
+        elif not events:
+            raise RequestError(Reason.NOT_FOUND, f"no block {prefix.hex()} is held or remembered")
+        for event in events:
             response.events.add(
                 at_s=event.at_s - self._rt.started_s,
                 key=event.key,
@@ -200,19 +219,28 @@ class AdminServicer(admin_pb2_grpc.KvTierAdminServiceServicer):
                 why=event.why,
                 **{"from": event.start.name.lower()},
             )
-        keys = {event.key for event in response.events} or {prefix}
-        block = next((b for k in keys for r in self._realms("") if (b := r.index.get(k)) is not None), None)
-        if block is not None:
-            response.block.CopyFrom(self._info(block))
-        elif not response.events:
-            raise RequestError(Reason.NOT_FOUND, f"no block {prefix.hex()} is held or remembered")
         return response
+
+    async def _block_that_begins(self, prefix: bytes) -> Block | None:
+        """A block whose key begins so. Looking through millions of keys is done in portions, so that others are served."""
+        for realm in self._realms(""):
+            if len(prefix) >= KEY_BYTES:
+                if (block := realm.index.get(prefix)) is not None:
+                    return block
+                continue
+            keys = list(realm.index)
+            for start in range(0, len(keys), PREFIX_SCAN):
+                found = next((k for k in keys[start : start + PREFIX_SCAN] if k.startswith(prefix)), None)
+                if found is not None and (block := realm.index.get(found)) is not None:
+                    return block
+                await asyncio.sleep(0)
+        return None
 
     async def EvictBlocks(self, request: pb.EvictBlocksRequest, context: Context) -> Any:
         """See the proto."""
 
         async def work() -> pb.EvictBlocksResponse:
-            idle_s = checked_idle(request.idle_s)
+            idle_s = checked_span("idle_s", request.idle_s)
             narrowed = request.tenant or request.fingerprint or request.keys or request.tier or idle_s
             if not (narrowed or request.all):
                 raise RequestError(Reason.BAD_REQUEST, "this would evict everything; name a selector, or set all")
@@ -220,9 +248,25 @@ class AdminServicer(admin_pb2_grpc.KvTierAdminServiceServicer):
                 raise RequestError(Reason.BAD_REQUEST, f"give at least {MIN_PREFIX} bytes of the fingerprint")
             realms = [r for r in self._realms(request.tenant) if r.fingerprint.startswith(request.fingerprint)]
             keys = split_keys(request.keys) if request.keys else None
-            return pb.EvictBlocksResponse(evicted=await self._rt.evict(realms, keys, tier_of(request.tier), idle_s))
+            before = set(self._evicted_in_use())
+            evicted = await self._rt.evict(realms, keys, tier_of(request.tier), idle_s)
+            ids = {r.realm_id for r in realms}
+            held = {c: p for c, p in self._evicted_in_use().items() if c not in before and c.block.realm.realm_id in ids}
+            pinned = sum(held.values())
+            return pb.EvictBlocksResponse(evicted=evicted, evicted_pinned=pinned, evicted_in_use=len(held) - pinned)
 
         return await self._checked(context, work())
+
+    def _evicted_in_use(self) -> dict[Copy, bool]:
+        """Evicted copies whose memory a pin (True), or else a load or save (False), keeps."""
+        core = self._rt.core
+        held: dict[Copy, bool] = {}
+        for session in core.sessions.values():
+            for ticket in session.tickets.values():
+                copies = ticket.open if isinstance(ticket, SaveTicket) else ticket.copies
+                held.update((c, False) for c in copies if c is not None and c.state is CopyState.DOOMED)
+        held.update((c, True) for t in core.pins.values() for c in t.copies if c.state is CopyState.DOOMED)
+        return held
 
     async def PinBlocks(self, request: pb.PinBlocksRequest, context: Context) -> Any:
         """See the proto."""
@@ -236,6 +280,37 @@ class AdminServicer(admin_pb2_grpc.KvTierAdminServiceServicer):
 
         return await self._checked(context, work)
 
+    async def ListPins(self, request: pb.ListPinsRequest, context: Context) -> Any:
+        """See the proto. Pins that come and go between two pages may be missed."""
+        return await self._checked(context, lambda: self._pins(request))
+
+    def _pins(self, request: pb.ListPinsRequest) -> pb.ListPinsResponse:
+        size = _page_size(request.page_size)
+        ticket_id, offset = _parse_token(request.page_token)
+        self._realms(request.tenant)  # an unknown tenant is an error, not an empty list
+        response = pb.ListPinsResponse()
+        now = self._rt.now()
+        # Tickets are counted up, so pins are in the order of their tickets.
+        for ticket in (t for t in self._rt.core.pins.values() if t.ticket_id >= ticket_id):
+            start = offset if ticket.ticket_id == ticket_id else 0
+            for position, copy in enumerate(itertools.islice(ticket.copies, start, None), start):
+                if len(response.pins) >= size:
+                    response.next_page_token = f"{ticket.ticket_id}.{position}"
+                    return response
+                realm = copy.block.realm
+                if not request.tenant or realm.tenant.name == request.tenant:
+                    response.pins.add(
+                        ticket=ticket.ticket_id,
+                        key=copy.block.key,
+                        tenant=realm.tenant.name,
+                        fingerprint=realm.fingerprint,
+                        tier=_wire_tier(copy.tier),
+                        bytes=realm.tier_bytes[copy.tier],
+                        expires_in_s=max(ticket.expires_s - now, 0.0),
+                        evicted=copy.state is CopyState.DOOMED,
+                    )
+        return response
+
     async def UnpinBlocks(self, request: pb.UnpinBlocksRequest, context: Context) -> Any:
         """See the proto."""
 
@@ -246,13 +321,23 @@ class AdminServicer(admin_pb2_grpc.KvTierAdminServiceServicer):
         return await self._checked(context, work)
 
 
+def _page_size(asked: int) -> int:
+    """Entries of a page, 100 when none are asked for. Raises RequestError BAD_REQUEST."""
+    if asked > MAX_PAGE:
+        raise RequestError(Reason.BAD_REQUEST, f"page_size is at most {MAX_PAGE}; got {asked}")
+    return asked or 100
+
+
 def _parse_token(token: str) -> tuple[int, int]:
+    """Where a page begins: the number of a realm or ticket, and a position in it. Raises RequestError BAD_REQUEST."""
     if not token:
         return 0, 0
-    realm, dot, offset = token.partition(".")
-    if not (dot and realm.isdecimal() and offset.isdecimal()):
-        raise RequestError(Reason.BAD_REQUEST, "page_token must come from the previous page")
-    return int(realm), int(offset)
+    match = _TOKEN.fullmatch(token)
+    if match is None:
+        raise RequestError(
+            Reason.BAD_REQUEST, "page_token is not one of this daemon's: pass the next_page_token of the page before, or nothing"
+        )
+    return int(match[1]), int(match[2])
 
 
 def _wire_tier(tier: Tier) -> Any:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Final
 
 import grpc
@@ -31,9 +32,14 @@ MAX_WAITING_CALLS: Final = 256
 HELLO_TIMEOUT_S: Final = 10.0
 CANCEL_WAIT_S: Final = 2.0
 """How long a stream that has ended waits for its calls to notice."""
+MAX_CLIENT_NAME: Final = 64
 OLDEST_PROTOCOL: Final = 1
 
 Stream = grpc.aio.ServicerContext[Any, Any]
+
+
+def _nothing() -> None:
+    """What there is to take back of a message that grants nothing."""
 
 
 def namespace_of(message: pb.Namespace) -> Namespace:
@@ -57,6 +63,12 @@ def namespace_of(message: pb.Namespace) -> Namespace:
     )
 
 
+def _name_of(hello: pb.Hello) -> str:
+    """A client's name for logs and status: one line, never empty."""
+    name = "".join(c if c.isprintable() else "?" for c in hello.client_name[:MAX_CLIENT_NAME]).strip()
+    return name or "unnamed client"
+
+
 class AttachStream:
     """One open Attach stream."""
 
@@ -71,7 +83,7 @@ class AttachStream:
     async def run(self) -> None:
         """Serve the stream until the client ends it. Raises RequestError when the session cannot begin."""
         hello = await self._hello()
-        attached = await self._rt.attach(namespace_of(hello.namespace), hello.tenant, hello.client_name, hello.pid)
+        attached = await self._rt.attach(namespace_of(hello.namespace), hello.tenant, _name_of(hello), hello.pid)
         try:
             await self._welcome_in(attached, hello)
             while True:
@@ -154,6 +166,8 @@ class AttachStream:
                 self._spawn_call(call.id, self._simple(attached, call, kind))
             else:
                 await self._simple(attached, call, kind)
+        except grpc.aio.BaseError:
+            raise  # the stream has gone, and with it whoever asked
         except Exception as e:
             await self._fail(call.id, kind, e, began_s)
         else:
@@ -162,10 +176,12 @@ class AttachStream:
     async def _simple(self, attached: Attached, call: pb.Call, kind: str) -> None:
         calls = self._calls
         reply = pb.Reply(id=call.id, last=True)
+        undo: Callable[[], None] = _nothing
         if kind == "lookup":
             reply.lookup.CopyFrom(await calls.lookup(attached, call.lookup))
         elif kind == "save":
             reply.save.CopyFrom(await calls.save(attached, call.save))
+            undo = functools.partial(calls.undo_save, attached, reply.save)
         elif kind == "commit":
             reply.commit.CopyFrom(calls.commit(attached, call.commit))
         elif kind == "abort":
@@ -178,34 +194,47 @@ class AttachStream:
             reply.evict.CopyFrom(await calls.evict(attached, call.evict))
         elif kind == "pin":
             reply.pin.CopyFrom(await calls.pin(attached, call.pin))
+            undo = functools.partial(calls.undo_pin, reply.pin)
         elif kind == "unpin":
             reply.unpin.CopyFrom(calls.unpin(attached, call.unpin))
         else:
             raise RequestError(Reason.BAD_REQUEST, "the call carries no request that this daemon knows")
-        await self._write(pb.AttachResponse(reply=reply))
+        await self._write(pb.AttachResponse(reply=reply), undo)
 
     async def _load(self, attached: Attached, call: pb.Call) -> None:
         request = call.load
-        ticket = await self._calls.begin_load(attached, request.tenant, request.keys, request.deadline_ms, each=request.each)
+        ticket = await self._calls.begin_load(attached, request)
+        undo = functools.partial(self._calls.undo_step, attached)
         step = self._calls.load_step(ticket)
         if step is not None:
-            await self._write(pb.AttachResponse(reply=pb.Reply(id=call.id, last=step.done, load=step)))
+            reply = pb.Reply(id=call.id, last=step.done, load=step)
+            await self._write(pb.AttachResponse(reply=reply), functools.partial(undo, step))
         if step is None or not step.done:
-            self._spawn_call(call.id, self._send_steps(call.id, self._calls.load_steps(ticket), "load"))
+            try:
+                self._spawn_call(call.id, self._send_steps(call.id, self._calls.load_steps(ticket), "load", undo))
+            except RequestError:
+                self._rt.abandon(ticket)
+                raise
 
     async def _prefetch(self, attached: Attached, call: pb.Call) -> None:
         ticket = await self._calls.begin_prefetch(attached, call.prefetch)
         steps = self._calls.prefetch_steps(ticket, wait=call.prefetch.wait)
-        self._spawn_call(call.id, self._send_steps(call.id, steps, "prefetch"))
+        try:
+            self._spawn_call(call.id, self._send_steps(call.id, steps, "prefetch"))
+        except RequestError:
+            self._calls.undo_prefetch(attached, ticket)
+            raise
 
-    async def _send_steps(self, call_id: int, steps: AsyncIterator[Any], kind: str) -> None:
+    async def _send_steps(
+        self, call_id: int, steps: AsyncIterator[Any], kind: str, undo: Callable[[Any], None] = lambda _: None
+    ) -> None:
         """Send each step as a reply; the last one is known only when the next is not there, or when it says so."""
         last = False
         async for step in steps:
             last = bool(step.done)
             reply = pb.Reply(id=call_id, last=last)
             getattr(reply, kind).CopyFrom(step)
-            await self._write(pb.AttachResponse(reply=reply))
+            await self._write(pb.AttachResponse(reply=reply), functools.partial(undo, step))
         if not last:
             await self._write(pb.AttachResponse(reply=pb.Reply(id=call_id, last=True)))
 
@@ -226,6 +255,8 @@ class AttachStream:
         began_s = time.perf_counter()
         try:
             await work
+        except grpc.aio.BaseError:
+            return  # the stream has gone, and with it whoever asked
         except Exception as e:
             # When it is the stream that has gone, nobody is there to be told.
             with contextlib.suppress(Exception):
@@ -243,6 +274,14 @@ class AttachStream:
         with contextlib.suppress(Exception):  # a client that has just left needs no event
             await self._write(pb.AttachResponse(event=event))
 
-    async def _write(self, message: pb.AttachResponse) -> None:
-        async with self._write_lock:
-            await self._context.write(message)
+    async def _write(self, message: pb.AttachResponse, undo: Callable[[], None] = _nothing) -> None:
+        """Send a message; ``undo`` takes back what it grants when it cannot be sent.
+
+        A cancelled write is left alone: the message may have arrived, and what it grants ends with the session.
+        """
+        try:
+            async with self._write_lock:
+                await self._context.write(message)
+        except Exception:
+            undo()
+            raise

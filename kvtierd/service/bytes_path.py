@@ -18,10 +18,11 @@ SAVE_WAIT_S: Final = 5.0
 class BytesSaver:
     """Takes the parts of blocks in order and writes them into slots; a block is published when its last byte is there."""
 
-    def __init__(self, runtime: Runtime, attached: Attached, realm: Realm) -> None:
+    def __init__(self, runtime: Runtime, attached: Attached, realm: Realm, ttl_s: float | None) -> None:
         self._rt = runtime
         self._attached = attached
         self._realm = realm
+        self._ttl_s = ttl_s
         self._sizes = realm.namespace.shard_bytes
         self._key: bytes | None = None
         self._slots: list[int] = []
@@ -59,7 +60,7 @@ class BytesSaver:
         if len(self._outcomes) >= MAX_BLOCKS_PER_STREAM:
             raise RequestError(Reason.TOO_MANY_KEYS, f"more than {MAX_BLOCKS_PER_STREAM} blocks in one stream; open another")
         self._key, self._shard, self._filled = key, 0, 0
-        grant = await self._rt.save(self._attached, self._realm, [key], SAVE_WAIT_S)
+        grant = await self._rt.save(self._attached, self._realm, [key], SAVE_WAIT_S, self._ttl_s)
         self._ticket, self._slots = grant.ticket_id, grant.slots
         self._outcomes.append(grant.outcomes[0])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Final
 
 from kvtierd.core.block import Block
@@ -11,11 +11,13 @@ from kvtierd.core.realm import Realm
 from kvtierd.core.tickets import ReadTicket
 from kvtierd.core.tier_core import HELD, OUTCOME_NAMES
 from kvtierd.errors import Reason, RequestError
-from kvtierd.model import Tier, count_keys, split_keys
+from kvtierd.model import MAX_TTL_S, Tier, count_keys, split_keys
 from kvtierd.runtime import Attached, Runtime
 from kvtierd.service.metrics import Metrics
 from kvtierd.v1 import kvtier_pb2 as pb
 
+MAX_REQUEST_ID: Final = 64
+"""Most characters of a caller's name of a request."""
 MAX_PIN_S: Final = 30 * 86_400.0
 """Longest life of a pin."""
 
@@ -32,21 +34,49 @@ class Calls:
         """The session of a token."""
         return self._rt.sessions.by_token(token)
 
-    async def _realm(self, attached: Attached, tenant: str) -> Realm:
+    async def realm(self, attached: Attached, tenant: str) -> Realm:
+        """The realm that a session acts on; a tenant of "" is its own."""
         if not tenant or tenant == attached.tenant:
             return attached.core.realm
         realm = await self._rt.realm(tenant, attached.namespace)
         attached.realm_ids.add(realm.realm_id)
         return realm
 
+    # ---- requests that have a name
+
+    def _check_name(self, attached: Attached, name: str) -> None:
+        """Raise RequestError BAD_REQUEST for a name that cannot be or that is in use."""
+        if len(name) > MAX_REQUEST_ID:
+            raise RequestError(Reason.BAD_REQUEST, f"a request_id has at most {MAX_REQUEST_ID} characters; got {len(name)}")
+        if name and attached.requests.get(name) in attached.core.tickets:
+            raise RequestError(
+                Reason.BAD_REQUEST, f"request_id {name!r} names an open ticket; end that one (Abort, Release), or use another name"
+            )
+
+    def _give_name(self, attached: Attached, name: str, ticket_id: int) -> None:
+        if not name or not ticket_id:
+            return
+        if len(attached.requests) >= 2 * self._rt.config.server.max_tickets:
+            attached.requests = {n: t for n, t in attached.requests.items() if t in attached.core.tickets}
+        attached.requests[name] = ticket_id
+
+    def _ticket_of(self, attached: Attached, request: pb.AbortRequest | pb.ReleaseRequest) -> int | None:
+        """The ticket that a request names; None when it is named by a name of which nothing is open."""
+        if not request.request_id:
+            return request.ticket
+        if request.ticket:
+            raise RequestError(Reason.BAD_REQUEST, "ticket and request_id exclude each other; the ticket is the quicker way")
+        found = attached.requests.pop(request.request_id, None)
+        return found if found in attached.core.tickets else None
+
     def _seconds(self, ms: int) -> float:
         return min(ms / 1000, self._rt.config.server.max_deadline)
 
     async def lookup(self, attached: Attached, request: pb.LookupRequest) -> pb.LookupResponse:
         """See ``KvTierService.Lookup``."""
-        realm = await self._realm(attached, request.tenant)
+        realm = await self.realm(attached, request.tenant)
         count = count_keys(request.keys)
-        held, tiers = self._rt.core.lookup_packed(realm, request.keys, each=request.each)
+        held, tiers = self._rt.lookup(realm, request.keys, each=request.each)
         self._metrics.lookup(realm.tenant.name, held, count)
         return pb.LookupResponse(boot_epoch=self._epoch, held=held, tiers=tiers)
 
@@ -54,13 +84,20 @@ class Calls:
 
     async def save(self, attached: Attached, request: pb.SaveRequest) -> pb.SaveResponse:
         """See ``KvTierService.Save``."""
-        realm = await self._realm(attached, request.tenant)
+        realm = await self.realm(attached, request.tenant)
         keys = split_keys(request.keys)
-        grant = await self._rt.save(attached, realm, keys, self._seconds(request.wait_ms))
+        self._check_name(attached, request.request_id)
+        grant = await self._rt.save(attached, realm, keys, self._seconds(request.wait_ms), checked_ttl(request.ttl_ms))
+        self._give_name(attached, request.request_id, grant.ticket_id)
         for outcome in grant.outcomes:
             if outcome > HELD:
                 self._metrics.rejected(OUTCOME_NAMES[outcome])
         return pb.SaveResponse(boot_epoch=self._epoch, ticket=grant.ticket_id, outcomes=grant.outcomes, slots=grant.slots)  # type: ignore[arg-type]
+
+    def undo_save(self, attached: Attached, answer: pb.SaveResponse) -> None:
+        """Take slots back whose grant did not reach the caller."""
+        if answer.ticket in attached.core.tickets:  # the session may have ended meanwhile
+            self._rt.abort(attached, answer.ticket, ())
 
     def commit(self, attached: Attached, request: pb.CommitRequest) -> pb.CommitResponse:
         """See ``KvTierService.Commit``."""
@@ -76,15 +113,32 @@ class Calls:
 
     def abort(self, attached: Attached, request: pb.AbortRequest) -> pb.AbortResponse:
         """See ``KvTierService.Abort``."""
-        self._rt.abort(attached, request.ticket, request.indexes)
+        ticket_id = self._ticket_of(attached, request)
+        if ticket_id is not None:
+            self._rt.abort(attached, ticket_id, request.indexes)
         return pb.AbortResponse(boot_epoch=self._epoch)
 
     # ---- load
 
-    async def begin_load(self, attached: Attached, tenant: str, keys: bytes, deadline_ms: int, *, each: bool) -> ReadTicket:
+    async def begin_load(self, attached: Attached, request: pb.LoadRequest | pb.LoadBytesRequest) -> ReadTicket:
         """Start a load; answers come from :meth:`load_step`."""
-        realm = await self._realm(attached, tenant)
-        return self._rt.load(attached, realm, split_keys(keys), self._seconds(deadline_ms), each=each)
+        realm = await self.realm(attached, request.tenant)
+        keys = split_keys(request.keys)
+        name = request.request_id if isinstance(request, pb.LoadRequest) else ""
+        self._check_name(attached, name)
+        ticket = self._rt.load(attached, realm, keys, self._seconds(request.deadline_ms), each=request.each)
+        self._give_name(attached, name, ticket.ticket_id)
+        return ticket
+
+    def undo_load(self, attached: Attached, ticket: ReadTicket) -> None:
+        """Unpin everything of a load that did not end well for its caller."""
+        self._rt.unwatch(ticket)
+        self._rt.release_if_open(attached, ticket.ticket_id, ())
+
+    def undo_step(self, attached: Attached, step: pb.LoadResponse) -> None:
+        """Unpin what a step hands out that did not reach the caller."""
+        if step.indexes:
+            self._rt.release_if_open(attached, step.ticket, step.indexes)
 
     def load_step(self, ticket: ReadTicket) -> pb.LoadResponse | None:
         """What became readable since the last step; None when nothing did."""
@@ -103,7 +157,7 @@ class Calls:
             reason=int(ticket.reason) if done else 0,  # type: ignore[arg-type]
         )
 
-    async def load_steps(self, ticket: ReadTicket) -> AsyncIterator[pb.LoadResponse]:
+    async def load_steps(self, ticket: ReadTicket) -> AsyncGenerator[pb.LoadResponse, None]:
         """Steps until the load is done. When the caller stops early, the rest is unpinned."""
         finished = False
         try:
@@ -120,14 +174,16 @@ class Calls:
 
     def release(self, attached: Attached, request: pb.ReleaseRequest) -> pb.ReleaseResponse:
         """See ``KvTierService.Release``."""
-        self._rt.release(attached, request.ticket, request.indexes)
+        ticket_id = self._ticket_of(attached, request)
+        if ticket_id is not None:
+            self._rt.release(attached, ticket_id, request.indexes)
         return pb.ReleaseResponse(boot_epoch=self._epoch)
 
     # ---- prefetch
 
     async def begin_prefetch(self, attached: Attached, request: pb.PrefetchRequest) -> ReadTicket:
         """Start a prefetch; answers come from :meth:`prefetch_step`."""
-        realm = await self._realm(attached, request.tenant)
+        realm = await self.realm(attached, request.tenant)
         return self._rt.prefetch(attached, realm, split_keys(request.keys), self._seconds(request.deadline_ms))
 
     def prefetch_step(self, ticket: ReadTicket) -> pb.PrefetchResponse:
@@ -151,6 +207,12 @@ class Calls:
         finally:
             self._rt.unwatch(ticket)
 
+    def undo_prefetch(self, attached: Attached, ticket: ReadTicket) -> None:
+        """Drop a prefetch whose caller was not told of it."""
+        self._rt.unwatch(ticket)
+        if ticket.ticket_id in attached.core.tickets:
+            self._rt.cancel(attached, ticket.ticket_id)
+
     def cancel(self, attached: Attached, request: pb.CancelRequest) -> pb.CancelResponse:
         """See ``KvTierService.Cancel``."""
         self._rt.cancel(attached, request.ticket)
@@ -161,16 +223,21 @@ class Calls:
 
     async def evict(self, attached: Attached, request: pb.EvictRequest) -> pb.EvictResponse:
         """See ``KvTierService.Evict``."""
-        realm = await self._realm(attached, request.tenant)
+        realm = await self.realm(attached, request.tenant)
         keys = split_keys(request.keys) if request.keys else None
-        evicted = await self._rt.evict([realm], keys, tier_of(request.tier), checked_idle(request.idle_s))
+        evicted = await self._rt.evict([realm], keys, tier_of(request.tier), checked_span("idle_s", request.idle_s))
         return pb.EvictResponse(boot_epoch=self._epoch, evicted=evicted)
 
     async def pin(self, attached: Attached, request: pb.PinRequest) -> pb.PinResponse:
         """See ``KvTierService.Pin``."""
-        realm = await self._realm(attached, request.tenant)
+        realm = await self.realm(attached, request.tenant)
         ticket = self._rt.pin([realm], split_keys(request.keys), checked_expiry(request.expires_s))
         return pb.PinResponse(boot_epoch=self._epoch, ticket=ticket.ticket_id if ticket.copies else 0, pinned=len(ticket.copies))
+
+    def undo_pin(self, answer: pb.PinResponse) -> None:
+        """Take a pin back whose ticket did not reach the caller."""
+        if answer.ticket in self._rt.core.pins:
+            self._rt.unpin(answer.ticket, None)
 
     def unpin(self, attached: Attached, request: pb.UnpinRequest) -> pb.UnpinResponse:
         """See ``KvTierService.Unpin``."""
@@ -194,8 +261,15 @@ def checked_expiry(seconds: float) -> float:
     return seconds
 
 
-def checked_idle(seconds: float) -> float:
-    """An idle time. Raises RequestError when it is negative or no number."""
+def checked_ttl(ms: int) -> float | None:
+    """A block's life in seconds; None for no end. Raises RequestError when it is too long."""
+    if ms > MAX_TTL_S * 1000:
+        raise RequestError(Reason.BAD_REQUEST, f"ttl_ms is at most {MAX_TTL_S * 1000:.0f} (ten years), or 0 for no end; got {ms}")
+    return ms / 1000 if ms else None
+
+
+def checked_span(name: str, seconds: float) -> float:
+    """A time span in seconds. Raises RequestError when it is negative or no number."""
     if not (math.isfinite(seconds) and seconds >= 0):
-        raise RequestError(Reason.BAD_REQUEST, f"idle_s must be 0 or more; got {seconds}")
+        raise RequestError(Reason.BAD_REQUEST, f"{name} must be 0 or more seconds; got {seconds}")
     return seconds

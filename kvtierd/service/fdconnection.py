@@ -60,7 +60,7 @@ class Authority(Protocol):
         """A process that joined has closed its connection or died."""
 
     def extent_released(self, extent_id: int) -> None:
-        """No process has a revoked extent registered with a device any more. Called once for each revoked extent."""
+        """No process maps a revoked extent any more. Called once for each revoked extent."""
 
 
 class Connection:
@@ -86,18 +86,16 @@ class Connection:
         self.pid, self.uid, _gid = _CREDENTIALS.unpack(credentials)
         self.session_id = -1
         self.shard = -1
-        self.pins_memory = False
         self.given: set[int] = set()
         self.joined = False
         self.dismissed = False
         self.closed = False
         self._queue: deque[tuple[bytes, list[int]]] = deque()
 
-    def join(self, session_id: int, shard: int, *, pins_memory: bool) -> None:
+    def join(self, session_id: int, shard: int) -> None:
         """Note what the authority granted."""
         self.session_id = session_id
         self.shard = shard
-        self.pins_memory = pins_memory
         self.joined = True
 
     def transmit(self, message: pb.DescriptorResponse) -> None:

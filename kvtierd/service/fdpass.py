@@ -16,6 +16,7 @@ import errno
 import itertools
 import logging
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
@@ -31,7 +32,7 @@ log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS: Final = 4096
 MAX_STRANGERS: Final = 256
-"""Connections that have not joined yet."""
+"""Connections that have not joined yet. One more takes the place of the oldest one of the user who has the most."""
 MAX_EXTENTS_PER_PACKET: Final = 64
 """Extents in one MapExtents; the kernel passes at most 253 descriptors in one packet."""
 MAX_PACKET_BYTES: Final = 16 << 10
@@ -60,7 +61,7 @@ class DescriptorServer:
         self._connections: dict[int, Connection] = {}
         self._ids = itertools.count(1)
         self._revoked: dict[int, set[int]] = {}
-        """Revoked extents that processes still hold registered with a device, with those connections."""
+        """Revoked extents that processes still hold, with those connections."""
         self._listener: socket.socket | None = None
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._pause: asyncio.TimerHandle | None = None
@@ -97,8 +98,9 @@ class DescriptorServer:
     def revoke(self, extent_ids: Iterable[int]) -> None:
         """Take extents away from every process that was given one of them.
 
-        ``Authority.extent_released`` follows once for each extent: before this returns when no process has it registered
-        with a device, else when the last such process has confirmed or died.
+        ``Authority.extent_released`` follows once for each extent: before this returns when no process was given it, else when
+        the last such process has confirmed or died. One that does neither keeps the memory, which counts as long: any access
+        through a mapping makes pages anew.
         """
         ids = list(dict.fromkeys(extent_ids))
         free = []
@@ -119,8 +121,8 @@ class DescriptorServer:
             self._authority.extent_released(extent_id)
 
     def holders(self, extent_id: int) -> set[int]:
-        """Connections that were given an extent, register memory with a device, and have not confirmed that it is unmapped."""
-        return {c.conn_id for c in self._connections.values() if c.pins_memory and extent_id in c.given}
+        """Connections that were given an extent and have not confirmed that it is unmapped."""
+        return {c.conn_id for c in self._connections.values() if extent_id in c.given}
 
     def _give_up(self, connection: Connection, extent_ids: Iterable[int]) -> None:
         """A process holds extents no more: by its word or by its death."""
@@ -166,7 +168,9 @@ class DescriptorServer:
         except OSError:
             sock.close()
             return
-        if len(self._connections) >= MAX_CONNECTIONS or len(self._timers) >= MAX_STRANGERS:
+        if self._timers and (len(self._timers) >= MAX_STRANGERS or len(self._connections) >= MAX_CONNECTIONS):
+            self._oust_stranger()
+        if len(self._connections) >= MAX_CONNECTIONS:
             text = f"{len(self._connections)} processes are connected; this daemon takes no more at present"
             connection.transmit(_error(Reason.LIMIT, text))
             connection.close()
@@ -175,6 +179,17 @@ class DescriptorServer:
         self._connections[connection.conn_id] = connection
         self._timers[connection.conn_id] = self._loop.call_later(JOIN_TIMEOUT_S, self._drop, connection)
         self._loop.add_reader(sock.fileno(), self._readable, connection)
+
+    def _oust_stranger(self) -> None:
+        """Make place for a connection, so that nobody keeps others out by saying nothing."""
+        strangers = [self._connections[conn_id] for conn_id in self._timers]  # the oldest first
+        share = Counter(stranger.uid for stranger in strangers)
+        oldest = next(stranger for stranger in strangers if share[stranger.uid] == max(share.values()))
+        self._readable(oldest)  # its join may have come
+        if oldest.conn_id in self._timers:
+            log.warning("dropped pid %d, which had not joined: too many others wait", oldest.pid)
+            oldest.transmit(_error(Reason.LIMIT, "too many connections have not joined; join at once after connecting"))
+            self._drop(oldest)
 
     def _readable(self, connection: Connection) -> None:
         for _ in range(PACKETS_PER_TURN):
@@ -240,7 +255,7 @@ class DescriptorServer:
             uid=connection.uid,
             conn_id=connection.conn_id,
         )
-        connection.join(grant.session_id, join.shard, pins_memory=join.pins_memory)
+        connection.join(grant.session_id, join.shard)
         self._timers.pop(connection.conn_id).cancel()
         joined = pb.Joined(boot_epoch=grant.boot_epoch, slot_bytes=grant.slot_bytes)
         self._send(connection, pb.DescriptorResponse(joined=joined))

@@ -18,6 +18,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from prometheus_client.exposition import choose_encoder
 
+from kvtierd.config import parse_address
 from kvtierd.errors import ConfigError, StartupError
 from kvtierd.service.metrics import Metrics
 
@@ -39,14 +40,11 @@ def parse_listen(text: str) -> tuple[str | None, int]:
     Raises:
         ConfigError: when it is none of these.
     """
-    host, colon, port = text.rpartition(":")
-    if not colon or not (port.isascii() and port.isdigit()) or not int(port) <= 65535:
-        raise ConfigError(f'{text!r} is not an address; write "host:port", for example "127.0.0.1:9464"')
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-    elif ":" in host:
-        raise ConfigError(f'{text!r}: an IPv6 host goes in brackets, for example "[::1]:9464"')
-    return host or None, int(port)
+    try:
+        host, port = parse_address(text, least_port=0)
+    except ValueError as e:
+        raise ConfigError(str(e)) from None
+    return host or None, port
 
 
 class MetricsServer:

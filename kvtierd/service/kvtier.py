@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Final
@@ -15,7 +16,7 @@ from kvtierd.runtime import Attached, Runtime
 from kvtierd.service import status
 from kvtierd.service.attach import AttachStream
 from kvtierd.service.bytes_path import BytesSaver
-from kvtierd.service.calls import Calls
+from kvtierd.service.calls import Calls, checked_ttl
 from kvtierd.service.metrics import Metrics
 from kvtierd.v1 import kvtier_pb2 as pb
 from kvtierd.v1 import kvtier_pb2_grpc
@@ -24,6 +25,8 @@ PART_BYTES: Final = 2 << 20
 """Most payload of one LoadBytes message."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
+_Call = Callable[[Attached, Any], Awaitable[Any]]
+_Undo = Callable[[Attached, Any], None]
 
 
 class KvTierServicer(kvtier_pb2_grpc.KvTierServiceServicer):
@@ -41,9 +44,12 @@ class KvTierServicer(kvtier_pb2_grpc.KvTierServiceServicer):
         began_s = time.perf_counter()
         try:
             answer = await work()
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, grpc.aio.BaseError) as e:
             self._metrics.rpc(method, "CANCELLED", time.perf_counter() - began_s)
-            raise
+            if isinstance(e, asyncio.CancelledError):
+                raise
+            # What was written could not be sent: nobody is there to take it, which is no fault of the daemon's.
+            raise asyncio.CancelledError from e
         except Exception as e:
             told = status.as_request_error(e)
             self._metrics.rejected(told.reason)
@@ -74,9 +80,24 @@ class KvTierServicer(kvtier_pb2_grpc.KvTierServiceServicer):
         """See the proto."""
         return await self._unary(context, "Lookup", request, self._calls.lookup)
 
-    async def Save(self, request: pb.SaveRequest, context: Context) -> Any:
-        """See the proto."""
-        return await self._unary(context, "Save", request, self._calls.save)
+    async def _granting(self, context: Context, method: str, request: Any, call: _Call, undo: _Undo) -> None:
+        """Serve a unary call that grants something: it writes its answer itself, and takes back what it cannot deliver."""
+
+        async def work() -> None:
+            attached = self._calls.session(request.session)
+            answer = await call(attached, request)
+            try:
+                await context.write(answer)
+            except BaseException:
+                # The call has not ended well for its caller, so that nobody uses what was granted.
+                undo(attached, answer)
+                raise
+
+        await self._serve(context, method, work)
+
+    async def Save(self, request: pb.SaveRequest, context: Context) -> None:
+        """See the proto; registered by :func:`add_to_server`."""
+        await self._granting(context, "Save", request, self._calls.save, self._calls.undo_save)
 
     async def Commit(self, request: pb.CommitRequest, context: Context) -> Any:
         """See the proto."""
@@ -98,9 +119,9 @@ class KvTierServicer(kvtier_pb2_grpc.KvTierServiceServicer):
         """See the proto."""
         return await self._unary(context, "Evict", request, self._calls.evict)
 
-    async def Pin(self, request: pb.PinRequest, context: Context) -> Any:
-        """See the proto."""
-        return await self._unary(context, "Pin", request, self._calls.pin)
+    async def Pin(self, request: pb.PinRequest, context: Context) -> None:
+        """See the proto; registered by :func:`add_to_server`."""
+        await self._granting(context, "Pin", request, self._calls.pin, lambda _, answer: self._calls.undo_pin(answer))
 
     async def Unpin(self, request: pb.UnpinRequest, context: Context) -> Any:
         """See the proto."""
@@ -113,9 +134,14 @@ class KvTierServicer(kvtier_pb2_grpc.KvTierServiceServicer):
 
         async def work() -> None:
             attached = self._calls.session(request.session)
-            ticket = await self._calls.begin_load(attached, request.tenant, request.keys, request.deadline_ms, each=request.each)
-            async for step in self._calls.load_steps(ticket):
-                await context.write(step)
+            ticket = await self._calls.begin_load(attached, request)
+            try:
+                async with contextlib.aclosing(self._calls.load_steps(ticket)) as steps:
+                    async for step in steps:
+                        await context.write(step)
+            except BaseException:
+                self._calls.undo_load(attached, ticket)
+                raise
 
         await self._serve(context, "Load", work)
 
@@ -138,8 +164,8 @@ class KvTierServicer(kvtier_pb2_grpc.KvTierServiceServicer):
                 async for part in request_iterator:
                     if saver is None:
                         attached = self._calls.session(part.session)
-                        realm = await self._rt.realm(part.tenant or attached.tenant, attached.namespace)
-                        saver = BytesSaver(self._rt, attached, realm)
+                        realm = await self._calls.realm(attached, part.tenant)
+                        saver = BytesSaver(self._rt, attached, realm, checked_ttl(part.ttl_ms))
                     if len(part.key) != KEY_BYTES:
                         raise RequestError(Reason.BAD_KEY, f"a key takes {KEY_BYTES} bytes; got {len(part.key)}")
                     await saver.add(part.key, part.shard, part.data)
@@ -159,7 +185,7 @@ class KvTierServicer(kvtier_pb2_grpc.KvTierServiceServicer):
 
         async def work() -> None:
             attached = self._calls.session(request.session)
-            ticket = await self._calls.begin_load(attached, request.tenant, request.keys, request.deadline_ms, each=request.each)
+            ticket = await self._calls.begin_load(attached, request)
             shards = ticket.realm.namespace.shard_bytes
             reason = 0
             try:
@@ -184,3 +210,20 @@ class KvTierServicer(kvtier_pb2_grpc.KvTierServiceServicer):
             await context.write(pb.LoadBytesResponse(boot_epoch=self._rt.boot_epoch, done=True, reason=reason))  # type: ignore[arg-type]
 
         await self._serve(context, "LoadBytes", work)
+
+
+def add_to_server(servicer: KvTierServicer, server: grpc.aio.Server) -> None:
+    """Register the data API.
+
+    Unary calls that grant something are served as streams of one message, which is the same on the wire: writing the answer is
+    then a step that can be seen to fail, while what a unary handler returns is lost without a word when its caller has gone.
+    """
+    service = pb.DESCRIPTOR.services_by_name["KvTierService"].full_name
+    granting: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+        "Save": grpc.unary_stream_rpc_method_handler(servicer.Save, pb.SaveRequest.FromString, pb.SaveResponse.SerializeToString),
+        "Pin": grpc.unary_stream_rpc_method_handler(servicer.Pin, pb.PinRequest.FromString, pb.PinResponse.SerializeToString),
+    }
+    # Of generic handlers the first one of a method counts, of registered ones the last, and these before the others.
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, granting),))
+    kvtier_pb2_grpc.add_KvTierServiceServicer_to_server(servicer, server)
+    server.add_registered_method_handlers(service, granting)

@@ -20,6 +20,7 @@ _IO_PATHS: Final = {
     Tier.CPU: ("memfd",),
     Tier.NVME: ("o_direct", "buffered", "kvikio", "gds"),
 }
+_NVME_ENGINES: Final = ("threads", "kvikio")
 _TIER_GAUGES: Final = (
     ("capacity_bytes", "Hard limit of the tier."),
     ("reserved_bytes", "Bytes of extents or segments that exist; never above the capacity."),
@@ -42,6 +43,8 @@ class Flags:
     prefaulted_bytes: int = 0
     io_path: dict[str, str] = field(default_factory=dict)
     """By tier name: what moves its bytes now."""
+    nvme_engine: str = ""
+    """Name of the engine of the NVMe tier; empty for none."""
 
 
 def gauge_families(snapshot: StatsSnapshot | None, flags: Flags, labels: Mapping[str, str]) -> list[Metric]:
@@ -119,6 +122,12 @@ def _flag_families(flags: Flags) -> list[Metric]:
     build = (flags.version, flags.protocol, flags.python)
     return [
         _gauge("kvtierd_io_path_active", "1 for what moves the bytes of the tier now.", paths, ("tier", "path")),
+        _gauge(
+            "kvtierd_nvme_engine",
+            "1 for the engine that moves bytes to and from NVMe.",
+            (((e,), float(e == flags.nvme_engine)) for e in _NVME_ENGINES),
+            ("engine",),
+        ),
         _gauge("kvtierd_cpu_prefaulted_bytes", "Bytes of the CPU pool that are faulted in.", [((), flags.prefaulted_bytes)]),
         _gauge("kvtierd_ready", "1 while the daemon is ready to serve.", [((), float(flags.ready))]),
         _gauge("kvtierd_draining", "1 while the daemon drains and takes no saves.", [((), float(flags.draining))]),

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import platform
 from collections.abc import Callable, Iterable, Mapping
-from typing import Final, Protocol
+from typing import Final, Protocol, get_args
 
 import grpc
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
@@ -22,6 +22,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from kvtierd import PROTOCOL_VERSION, __version__
+from kvtierd.core.commands import Command
 from kvtierd.core.stats import StatsSnapshot, TenantStats
 from kvtierd.errors import Reason
 from kvtierd.model import DEFAULT_TENANT, Tier
@@ -36,9 +37,10 @@ MAX_TENANT_LABELS: Final = 100
 OTHER: Final = "other"
 TIERS: Final = tuple(tier.name.lower() for tier in Tier)
 TRANSFER_PATHS: Final = ("shm", "grpc", "cudaipc", OTHER)
-EVICTION_REASONS: Final = ("pressure", "ttl", "quota", "request", "corrupt", "io", "capacity", OTHER)
+EVICTION_REASONS: Final = ("pressure", "ttl", "expired", "quota", "request", "corrupt", "io", "capacity", OTHER)
 QUEUE_CLASSES: Final = ("load", "prefetch", "demote", OTHER)
 PREFETCH_OUTCOMES: Final = ("ready", "partial", "miss", "expired", "cancelled", "rejected", OTHER)
+COMMANDS: Final = (*sorted(command.__name__ for command in get_args(Command)), OTHER)
 IO_OPS: Final = ("read", "write", OTHER)
 IO_PATHS: Final = ("memfd", "o_direct", "buffered", "kvikio", "gds", "cudaipc", OTHER)
 RPC_CODES: Final = tuple(code.name for code in grpc.StatusCode)
@@ -80,6 +82,10 @@ class CoreCounts(Protocol):
     @property
     def move_bytes(self) -> Mapping[tuple[Tier, Tier], int]:
         """Payload moved, by source and target."""
+
+    @property
+    def failed_commands(self) -> Mapping[str, int]:
+        """What the core asked for and the shell could not do, by the name of the command."""
 
 
 def make_registry() -> CollectorRegistry:
@@ -186,6 +192,11 @@ class Metrics(Collector):
             "nvme_written_bytes", "Bytes of slots written to NVMe, headers included; journals come on top."
         ).cell()
         self._nvme_read = counter("nvme_read_bytes", "Bytes read from NVMe, headers included.").cell()
+        calls = counter("nvme_calls", "System calls (or calls of the engine) that moved slots to and from NVMe.", "op")
+        self._nvme_calls = {op: calls.cell(op) for op in ("write", "read")}
+        self._folder_errors = counter("nvme_folder_errors", "I/O errors of a folder of the NVMe tier, reads and writes.", "folder")
+        failed = counter("failed_commands", "Decisions that could not be carried out: an extent without memory.", "command")
+        self._failed_commands = {name: failed.cell(name) for name in COMMANDS}
         checkpoints = counter("checkpoints", "Snapshots of the NVMe index, by result.", "result")
         self._checkpoints = {True: checkpoints.cell("ok"), False: checkpoints.cell("error")}
         self._evictions = {(tier, why): evictions.cell(TIERS[tier], why) for tier in Tier for why in EVICTION_REASONS}
@@ -231,14 +242,6 @@ class Metrics(Collector):
         cells.held_keys.value += held
         cells.absent_keys.value += asked - held
 
-    def hit(self, tenant: str, tier: Tier, n: int = 1) -> None:
-        """Count ``n`` blocks that a load found, ``tier`` being the fastest that held them."""
-        (self._tenants.get(tenant) or self._tenant(tenant)).hits[tier].value += n
-
-    def miss(self, tenant: str, n: int = 1) -> None:
-        """Count ``n`` blocks that a load did not find or did not get in time."""
-        (self._tenants.get(tenant) or self._tenant(tenant)).misses.value += n
-
     def saved(self, tenant: str, blocks: int, size_bytes: int, path: str = "shm", seconds: float | None = None) -> None:
         """Count committed blocks; ``seconds`` from the grant to the commit where it is known."""
         if path not in self._save_seconds:
@@ -259,25 +262,8 @@ class Metrics(Collector):
         if seconds is not None:
             self._load_seconds[path].observe(seconds)
 
-    def evicted(self, tier: Tier, reason: str, n: int = 1) -> None:
-        """Count ``n`` copies forgotten for one of ``EVICTION_REASONS``."""
-        cell = self._evictions.get((tier, reason))
-        if cell is None:
-            cell = self._evictions.get((tier, _EVICTION_ALIASES.get(reason, OTHER))) or self._evictions[tier, OTHER]
-        cell.value += n
-
-    def moved(self, src: Tier, dst: Tier, blocks: int, size_bytes: int, seconds: float, ok: bool = True) -> None:
-        """Count a batch of blocks moved between tiers, or that failed to; ``seconds`` from start to result of the batch."""
-        edge = self._edges[src, dst]
-        if ok:
-            edge.blocks.value += blocks
-            edge.moved_bytes.value += size_bytes
-        else:
-            edge.failures.value += blocks
-        edge.seconds.observe(seconds)
-
     def move_seconds(self, src: Tier, dst: Tier, seconds: float) -> None:
-        """Time one batch only, where :class:`CoreCounts` already counts its blocks and bytes."""
+        """Time of one batch from start to result; :class:`CoreCounts` counts its blocks and bytes."""
         self._edges[src, dst].seconds.observe(seconds)
 
     def queue_wait(self, cls: str, seconds: float) -> None:
@@ -314,10 +300,17 @@ class Metrics(Collector):
         """Count ``n`` operations ("read" or "write") that a device refused."""
         (self._io_errors.get((tier, op)) or self._io_errors[tier, OTHER]).value += n
 
-    def nvme_totals(self, written_bytes: int, read_bytes: int) -> None:
-        """Set the bytes that the device has written and read since the start; the store itself counts them."""
+    def nvme_totals(self, written_bytes: int, read_bytes: int, write_calls: int = 0, read_calls: int = 0) -> None:
+        """Set the bytes that the device has written and read since the start, and in how many calls; the store counts them."""
         self._nvme_written.value = written_bytes
         self._nvme_read.value = read_bytes
+        self._nvme_calls["write"].value = write_calls
+        self._nvme_calls["read"].value = read_calls
+
+    def folder_errors(self, errors: Mapping[str, int]) -> None:
+        """Set the I/O errors of each folder since the start; the folders, which are configured, count them."""
+        for folder, n in errors.items():
+            self._folder_errors.cell(folder).value = n
 
     def checkpoint(self, ok: bool = True) -> None:
         """Count one snapshot of the NVMe index."""
@@ -337,6 +330,10 @@ class Metrics(Collector):
         """Say what moves the bytes of a tier now: one of ``IO_PATHS``; "" for nothing."""
         self.flags.io_path[TIERS[tier]] = path if path in IO_PATHS or not path else OTHER
 
+    def nvme_engine(self, name: str) -> None:
+        """Say which engine moves bytes to and from NVMe; "" for none."""
+        self.flags.nvme_engine = name
+
     def prefaulted(self, size_bytes: int) -> None:
         """Say how many bytes of CPU memory are faulted in."""
         self.flags.prefaulted_bytes = size_bytes
@@ -355,9 +352,8 @@ class Metrics(Collector):
     ) -> None:
         """Name where gauges, readiness and the core's own totals come from.
 
-        With ``counts`` the core counts for itself: evictions, moved blocks, bytes and failures are read from there at each
-        refresh, hits and misses from the snapshot's tenants. Then call none of :meth:`evicted`, :meth:`moved`, :meth:`hit` and
-        :meth:`miss`, but :meth:`move_seconds` for the time of a batch.
+        The core counts for itself: evictions, failed commands, moved blocks, bytes and failures are read from ``counts`` at
+        each refresh, hits and misses from the snapshot's tenants.
         """
         self._source, self._ready, self._counts = source, ready, counts
 
@@ -387,6 +383,8 @@ class Metrics(Collector):
                 cell.value = n
 
     def _take_counts(self, counts: CoreCounts) -> None:
+        for name, n in counts.failed_commands.items():
+            self._failed_commands[name if name in self._failed_commands else OTHER].value = n
         evictions: dict[tuple[Tier, str], int] = dict.fromkeys(self._evictions, 0)
         for (tier, why), n in counts.evictions.items():
             why = _EVICTION_ALIASES.get(why, why)

@@ -28,13 +28,13 @@ from kvtierd.service.authority import RuntimeAuthority
 from kvtierd.service.calls import Calls
 from kvtierd.service.fdpass import DescriptorServer
 from kvtierd.service.http import MetricsServer
-from kvtierd.service.kvtier import KvTierServicer
+from kvtierd.service.kvtier import KvTierServicer, add_to_server
 from kvtierd.service.logs import set_up_logging
 from kvtierd.service.metrics import Metrics, watch_loop_lag
 from kvtierd.service.socketpath import SocketPath
 from kvtierd.tiers.cpu import check_limits
 from kvtierd.transfer.executor import MoveReport
-from kvtierd.v1 import admin_pb2, admin_pb2_grpc, kvtier_pb2, kvtier_pb2_grpc
+from kvtierd.v1 import admin_pb2, admin_pb2_grpc, kvtier_pb2
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,8 @@ class Daemon:
         self.metrics.prefaulted(runtime.cpu.prefaulted_bytes)
         if runtime.nvme is not None:
             io = runtime.nvme.counters
-            self.metrics.nvme_totals(io.written_bytes, io.read_bytes)
+            self.metrics.nvme_totals(io.written_bytes, io.read_bytes, io.write_calls, io.read_calls)
+            self.metrics.folder_errors(runtime.nvme.folder_errors())
         return runtime.core.snapshot()
 
     async def serve(self) -> int:
@@ -98,6 +99,7 @@ class Daemon:
             servicer = await self._start_grpc(stack)
             self.metrics.io_path(Tier.CPU, "memfd")
             self.metrics.io_path(Tier.NVME, self.runtime.nvme.path if self.runtime.nvme else "")
+            self.metrics.nvme_engine(self.runtime.nvme.engine_name if self.runtime.nvme else "")
             _calm_gc()
             self._supervise("journal", self.runtime.flush_forever())
             self._supervise("loop lag", watch_loop_lag(self.metrics))
@@ -129,16 +131,15 @@ class Daemon:
             ],
         )
         servicer = KvTierServicer(self.runtime, Calls(self.runtime, self.metrics), self.metrics)
-        kvtier_pb2_grpc.add_KvTierServiceServicer_to_server(servicer, server)
+        add_to_server(servicer, server)
         admin_pb2_grpc.add_KvTierAdminServiceServicer_to_server(AdminServicer(self.runtime, self.metrics, self.config), server)
         names = [pb2.DESCRIPTOR.services_by_name[n].full_name for pb2, n in _SERVICES]
         checker = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(checker, server)
         reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
-        _add_ports(server, limits)
+        _add_ports(server, limits, self._socket)
         await server.start()
-        limits.socket.chmod(limits.socket_mode)
-        self._socket.bound()
+        self._socket.publish(limits.socket_mode)
         for name in ["", *names]:
             await checker.set(name, health_pb2.HealthCheckResponse.SERVING)
 
@@ -200,10 +201,11 @@ def _calm_gc() -> None:
     gc.enable()
 
 
-def _add_ports(server: grpc.aio.Server, config: ServerConfig) -> None:
+def _add_ports(server: grpc.aio.Server, config: ServerConfig, place: SocketPath) -> None:
     old = os.umask(0o177)
     try:
-        server.add_insecure_port(f"unix:{config.socket}")
+        # When it ends, gRPC removes whatever is at the path that it was given.
+        server.add_insecure_port(f"unix:{place.private()}")
     except RuntimeError as e:
         raise StartupError(f"cannot listen on {config.socket}: {e}") from e
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import secrets
 import socket
 import stat
 from pathlib import Path
@@ -14,6 +15,8 @@ from kvtierd.errors import StartupError
 
 MAX_PATH_BYTES: Final = 107
 """Longest path of a unix socket that Linux takes."""
+PRIVATE_NAME_BYTES: Final = 6
+"""Length of the name under which a socket is made: that of ``k.sock``, so that it seldom costs anything."""
 
 
 class SocketPath:
@@ -36,10 +39,11 @@ class SocketPath:
         self._fix = f"set {key} to another path"
         self._lock = -1
         self._identity: tuple[int, int] | None = None
+        self._maker: Path | None = None
 
     def claim(self) -> None:
         """Take the path: make its folder, lock it, remove a file that a dead daemon left. Raises StartupError."""
-        if len(os.fsencode(self.path)) > MAX_PATH_BYTES:
+        if max(len(os.fsencode(self.path)), len(os.fsencode(self.path.parent)) + 1 + PRIVATE_NAME_BYTES) > MAX_PATH_BYTES:
             raise StartupError(
                 f"the socket path {self.path} is longer than {MAX_PATH_BYTES} bytes; set {self._key} to a shorter one"
             )
@@ -60,6 +64,24 @@ class SocketPath:
         """What to raise when the socket cannot be had."""
         return StartupError(f"cannot listen on the {self._name} {self.path}: {error.strerror}; {self._fix}")
 
+    def private(self) -> Path:
+        """A path beside the real one that nobody else uses, to bind to; :meth:`publish` follows.
+
+        For servers that remove the path that they were told to bind when they end: by then another one's socket may be there.
+        """
+        self._maker = self.path.with_name("~" + secrets.token_hex(PRIVATE_NAME_BYTES)[: PRIVATE_NAME_BYTES - 1])
+        return self._maker
+
+    def publish(self, mode: int) -> None:
+        """Give a socket that was bound to :meth:`private` its permissions and its real path. Raises StartupError."""
+        assert self._maker is not None
+        try:
+            self._maker.chmod(mode)
+            self._maker.rename(self.path)
+            self.bound()
+        except OSError as e:
+            raise self.unusable(e) from e
+
     def bound(self) -> None:
         """Note that the file at the path is one's own now. Raises OSError."""
         info = self.path.lstat()
@@ -71,6 +93,8 @@ class SocketPath:
             info = self.path.lstat()
             if (info.st_dev, info.st_ino) == self._identity:
                 self.path.unlink()
+        if self._maker is not None:
+            self._maker.unlink(missing_ok=True)
         self._drop_lock()
 
     def _take_lock(self) -> None:

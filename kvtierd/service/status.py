@@ -15,6 +15,8 @@ from kvtierd.errors import Reason, RequestError
 log = logging.getLogger(__name__)
 
 ERROR_DOMAIN: Final = "kvtierd"
+MAX_TEXT: Final = 400
+"""Characters of an error; gRPC breaks calls whose trailers are longer than 16 KiB, and escapes each byte with three."""
 CODES: Final = {
     Reason.BAD_REQUEST: grpc.StatusCode.INVALID_ARGUMENT,
     Reason.BAD_KEY: grpc.StatusCode.INVALID_ARGUMENT,
@@ -51,9 +53,12 @@ def code_number(reason: Reason) -> int:
 
 
 def as_request_error(error: Exception) -> RequestError:
-    """What a caller is told of an error: itself when it was raised on purpose, else INTERNAL (the log has the rest)."""
+    """What a caller is told of an error: itself when it was raised on purpose, else INTERNAL (the log has the rest).
+
+    A text that quotes a caller's words is cut to what fits into the trailers of a call.
+    """
     if isinstance(error, RequestError):
-        return error
+        return error if len(error.message) <= MAX_TEXT else RequestError(error.reason, error.message[: MAX_TEXT - 1] + "…")
     log.error("a call failed by a bug", exc_info=error)
     return RequestError(Reason.INTERNAL, f"the daemon failed ({type(error).__name__}); its log has the details")
 

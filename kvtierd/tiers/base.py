@@ -12,7 +12,7 @@ from typing import Protocol
 
 from typing_extensions import Buffer
 
-from kvtierd.model import Namespace, Result
+from kvtierd.model import NO_END, Namespace, Result
 
 __all__ = ["BlockIo", "BlockStore", "RealmInfo", "Recovered", "RecoveredExtent", "Result"]
 
@@ -31,7 +31,8 @@ class BlockIo:
     """One block to write to or read from a store, all shards.
 
     ``slots[i]`` is shard ``i``'s slot in the store; ``buffers[i]`` is memory of exactly ``shard_bytes[i]`` bytes that
-    starts on a page and may be used up to the next page boundary.
+    starts on a page and may be used up to the next page boundary. ``expires_s`` is when the block expires, in seconds since
+    1970.
     """
 
     realm_id: int
@@ -39,6 +40,7 @@ class BlockIo:
     generation: int
     slots: tuple[int, ...]
     buffers: Sequence[Buffer]
+    expires_s: float = NO_END
 
 
 @dataclass(slots=True)
@@ -54,13 +56,13 @@ class RecoveredExtent:
 class Recovered:
     """What a persistent store still holds after a restart.
 
-    ``blocks`` yields (realm_id, key, generation, slots) once, oldest generation first, whole blocks only; slots never
-    overlap and lie inside ``extents``.
+    ``blocks`` yields (realm_id, key, generation, slots, expiry) once, oldest generation first, whole blocks only; slots never
+    overlap and lie inside ``extents``. The expiry is in seconds since 1970, or NO_END; it may have passed.
     """
 
     realms: list[RealmInfo]
     extents: list[RecoveredExtent]
-    blocks: Iterator[tuple[int, bytes, int, tuple[int, ...]]]
+    blocks: Iterator[tuple[int, bytes, int, tuple[int, ...], float]]
     next_generation: int
     next_extent_id: int
 

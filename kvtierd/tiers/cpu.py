@@ -5,8 +5,9 @@ The core decides which extents there are and keeps their sum within the capacity
 ready to be copied into at full speed; otherwise it makes a fresh memfd, shortens blanks by as much first, and has it faulted in
 behind its users' backs (that never changes content). Extents are never reused: another realm gets other, zeroed pages.
 
-The sum of extents, of extents on their way out and of blanks never exceeds the capacity. Pages of an extent that a process has
-registered with a device outlive :meth:`CpuPool.retire`, so its bytes count until :meth:`CpuPool.released`.
+The sum of extents, of extents on their way out and of blanks never exceeds the capacity. A process that still maps an extent
+can have pages of it (registered with a device, or made anew by an access) after :meth:`CpuPool.retire`, so its bytes count
+until :meth:`CpuPool.released`.
 """
 
 from __future__ import annotations
@@ -144,6 +145,10 @@ class CpuPool:
         with self._lock:
             self._extents[extent_id] = _Extent(region, slot_bytes, slot_count)
 
+    def has_extent(self, extent_id: int) -> bool:
+        """True for an extent that was created and not retired."""
+        return extent_id in self._extents
+
     def fd(self, extent_id: int) -> int:
         """Descriptor of an extent, owned by the pool: pass it on or duplicate it at once. Raises KeyError."""
         return self._extents[extent_id].region.fd
@@ -163,13 +168,17 @@ class CpuPool:
     def retire(self, extent_id: int) -> None:
         """Give an extent's pages back to the kernel at once, whoever maps them. Its bytes count until :meth:`released`.
 
-        Views that are still held read zeros; the last one that goes unmaps the memory. Raises KeyError.
+        Views that are still held read zeros; the last one that goes unmaps the memory. Where the kernel refuses, the pages go
+        with the last process that maps them. Raises KeyError.
         """
         extent = self._extents[extent_id]
         region = extent.region
         if self._prefaulter is not None:
             self._prefaulter.stop(region)
-        punch(region.fd, region.size_bytes)
+        try:
+            punch(region.fd, region.size_bytes)
+        except OSError as e:
+            log.error("extent %d keeps its pages until its clients have gone: %s", extent_id, e)
         with self._lock:
             del self._extents[extent_id]
             self._extent_bytes -= region.size_bytes

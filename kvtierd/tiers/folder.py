@@ -2,7 +2,8 @@
 
 Files: ``LOCK``, ``pool.json`` (pool id and realms), ``journal-N.kvj``, ``snapshot-N.kvs`` and ``segment-E-B-C.kv`` (extent id,
 bytes of a slot, count of slots). ``*.tmp`` is unfinished and deleted at the next start. Files of another format version are
-renamed to ``*.old-format-N`` and never touched again.
+renamed to ``*.old-format-N`` and never touched again. What only looks like one of these (see :func:`_is_plausible`) is left
+alone and named in a warning.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from typing import Any, Final
 import xxhash
 
 from kvtierd.errors import StartupError
-from kvtierd.model import FORMAT_VERSION, PAGE_BYTES, Namespace
+from kvtierd.model import FORMAT_VERSION, PAGE_BYTES, SLOT_INDEX_BITS, Namespace
 from kvtierd.tiers.base import RealmInfo
-from kvtierd.tiers.record import FILE_HEADER_BYTES, POOL_ID_BYTES, file_version
+from kvtierd.tiers.record import FILE_HEADER_BYTES, LOG_VERSIONS, POOL_ID_BYTES, file_version
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +36,18 @@ ERRORS_IN_A_ROW: Final = 3
 ERROR_WINDOW_S: Final = 60.0
 """Errors in a row within this time stop new segments, which are tried again this long after the last error."""
 
-_SEGMENT_NAME: Final = re.compile(r"segment-(\d+)-(\d+)-(\d+)\.kv")
-_OUR_NAME: Final = re.compile(r"(segment-\d+-\d+-\d+\.kv|(journal|snapshot)-\d+\.kv[js]|pool\.json)(\.tmp)?|probe\.tmp")
+_EXHAUSTED: Final = frozenset([errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+MAX_EXTENT_ID: Final = 1 << 30
+"""Ids in names of segments beyond this are no daemon's: one would be at work for centuries. As many are left for new ones."""
+MAX_SEQUENCE: Final = 1 << 40
+"""The same for numbers of journals and snapshots."""
+MAX_NAMED: Final = 5
+"""Files that are not ours which the warning names."""
+_SEGMENT_NAME: Final = re.compile(r"segment-([1-9]\d{0,9})-([1-9]\d{0,14})-([1-9]\d{0,9})\.kv", re.ASCII)
+_LOG_NAME: Final = re.compile(r"(?:journal-([1-9]\d{0,12})\.kvj|snapshot-([1-9]\d{0,12})\.kvs)", re.ASCII)
+_OUR_NAME: Final = re.compile(
+    r"(segment-\d+-\d+-\d+\.kv|journal-\d+\.kvj|snapshot-\d+\.kvs|pool\.json)(\.tmp)?|probe\.tmp", re.ASCII
+)
 
 
 @dataclass(slots=True)
@@ -61,6 +72,7 @@ class Folder:
         self._lock = threading.Lock()
         self._error_times_s: list[float] = []
         self._last_error = ""
+        self._ignored: set[str] = set()
         self.error_count = 0
         """I/O errors since the start, reads and writes."""
 
@@ -113,6 +125,21 @@ class Folder:
 
     def our_files(self) -> list[os.DirEntry[str]]:
         """Files of the current format and unfinished ones, by name."""
+        return [e for e in self._named_like_ours() if e.name not in self._ignored and _is_plausible(e)]
+
+    def ignore(self, name: str, why: str) -> None:
+        """Leave a file alone from now on, as if it were not there."""
+        self._ignored.add(name)
+        log.warning("%s is not used and left alone: %s; move it away or delete it", self.file(name), why)
+
+    @property
+    def highest_number(self) -> int:
+        """The highest number that the name of any journal or snapshot has; 0 for none. No new file may get one that is taken."""
+        matches = (_LOG_NAME.fullmatch(e.name) for e in self._named_like_ours())
+        numbers = [int(m[1] or m[2]) for m in matches if m]
+        return max((n for n in numbers if n <= MAX_SEQUENCE), default=0)
+
+    def _named_like_ours(self) -> list[os.DirEntry[str]]:
         with os.scandir(self.path) as entries:
             return sorted((e for e in entries if _OUR_NAME.fullmatch(e.name)), key=lambda e: e.name)
 
@@ -137,7 +164,14 @@ class Folder:
         return stat.f_bavail * stat.f_frsize
 
     def clean_up(self) -> None:
-        """Delete unfinished files and move those of another format version aside."""
+        """Delete unfinished files, move those of another format version aside, and say which are none of ours."""
+        foreign = [e.name for e in self._named_like_ours() if not _is_plausible(e) and e.name != "pool.json"]
+        if foreign:
+            log.warning(
+                "nvme folder %s has %d files that are named like the cache's but cannot be: %s; they are not used and take "
+                "space, so move them away or delete them",
+                self.path, len(foreign), ", ".join(foreign[:MAX_NAMED]) + (", ..." if len(foreign) > MAX_NAMED else ""),
+            )  # fmt: skip
         for entry in self.our_files():
             if entry.name.endswith(".tmp"):
                 os.unlink(entry.path)
@@ -175,11 +209,14 @@ class Folder:
 
     def load_pool(self) -> PoolFile | None:
         """Read ``pool.json``; None when there is none or it is damaged (then it is set aside)."""
-        try:
-            with open(self.file("pool.json"), "rb") as f:
-                raw = f.read()
-        except FileNotFoundError:
+        path = self.file("pool.json")
+        if not os.path.lexists(path):
             return None
+        if not os.path.isfile(path):
+            self.set_aside("pool.json")
+            return None
+        with open(path, "rb") as f:
+            raw = f.read()
         try:
             content = json.loads(raw)
             body = content["pool"]
@@ -228,7 +265,7 @@ class Folder:
             if fd >= 0:
                 os.close(fd)
             page.close()
-            if os.path.exists(path):
+            if os.path.isfile(path):
                 os.unlink(path)
 
     def note_read_error(self, error: OSError) -> None:
@@ -296,16 +333,34 @@ def file_system_of(path: Path) -> str:
     return best[1]
 
 
-def is_full(error: OSError) -> bool:
-    """True when an error means that there is no room, not that the device is broken."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+def _is_plausible(entry: os.DirEntry[str]) -> bool:
+    """True for what only this cache makes: a plain file, with numbers that it uses; a segment not longer than its name says."""
+    try:
+        if not entry.is_file(follow_symlinks=False):
+            return False
+        segment, numbered = _SEGMENT_NAME.fullmatch(entry.name), _LOG_NAME.fullmatch(entry.name)
+        if segment is not None:
+            extent_id, slot_bytes, slot_count = map(int, segment.groups())
+            fits = 0 < extent_id <= MAX_EXTENT_ID and slot_bytes >= 2 * PAGE_BYTES and slot_bytes % PAGE_BYTES == 0
+            return fits and 0 < slot_count < 1 << SLOT_INDEX_BITS and entry.stat().st_size <= slot_bytes * slot_count
+        if numbered is not None:
+            return int(numbered[1] or numbered[2]) <= MAX_SEQUENCE
+    except FileNotFoundError:
+        return False
+    return entry.name.endswith(".tmp") or entry.name == "pool.json"
+
+
+def is_exhausted(error: OSError) -> bool:
+    """True when an error means that there is no room, or nothing to work with for a moment; not that the device is broken."""
+    return error.errno in _EXHAUSTED
 
 
 def _version_of(path: str) -> int | None:
-    """Format version that a file declares; None when it declares none that can be read."""
+    """Format version that a file declares, this program's for any that it can use; None when there is none that can be read."""
     if path.endswith((".kvj", ".kvs")):
         with open(path, "rb") as f:
-            return file_version(f.read(FILE_HEADER_BYTES))
+            version = file_version(f.read(FILE_HEADER_BYTES))
+            return FORMAT_VERSION if version in LOG_VERSIONS else version
     if path.endswith("pool.json"):
         try:
             with open(path, "rb") as f:

@@ -29,19 +29,21 @@ from kvtierd.tiers.folder import Folder
 from kvtierd.tiers.io_engine import IoEngine, write_all
 from kvtierd.tiers.record import (
     FILE_HEADER_BYTES,
+    LOG_VERSION,
     RECORD_BYTES,
     FileHeader,
     Records,
     parse_file_header,
     parse_records,
+    record_bytes,
 )
 
 log = logging.getLogger(__name__)
 
-MAX_PENDING_BYTES: Final = 4 << 20
-"""Removals kept in memory before they are written at once; twice this is the most that is kept when writing fails."""
+MAX_PENDING_BYTES: Final = (4 << 20) // RECORD_BYTES * RECORD_BYTES
+"""Records kept in memory before they are written at once; twice this is the most that is kept when writing fails."""
 
-_NAME: Final = re.compile(r"(journal|snapshot)-(\d+)\.kv[js]")
+_NAME: Final = re.compile(r"(journal|snapshot)-(\d+)\.kv[js]", re.ASCII)
 
 
 class Journal:
@@ -97,8 +99,9 @@ class Journal:
             if size is not None:
                 self._sizes[number] = size
         top = FileHeader(0, self._pool_id, max(h.max_generation for h in headers), max(h.max_extent_id for h in headers))
-        self._sequence = max([*journals, *snapshots, 0])
-        if self._sequence in self._sizes:
+        self._sequence = self._folder.highest_number
+        written_by_us = any(h.sequence == self._sequence and h.version == LOG_VERSION for h in headers)
+        if self._sequence in self._sizes and written_by_us:
             self._handle = self._engine.open(self._path("journal", self._sequence), direct=False)
         else:
             self._start_file(FileHeader(self._sequence + 1, self._pool_id, top.max_generation, top.max_extent_id))
@@ -113,14 +116,14 @@ class Journal:
         with open(path, "rb") as f:
             raw = f.read()
         header = parse_file_header(raw)
-        if header is None or header.pool_id != self._pool_id:
+        if header is None or header.pool_id != self._pool_id or header.sequence != number:
             self._folder.set_aside(os.path.basename(path))
             return None
         headers.append(header)
-        records, intact = parse_records(raw[FILE_HEADER_BYTES:])
+        records, intact = parse_records(raw[FILE_HEADER_BYTES:], header.version)
         good = np.flatnonzero(intact)
         count = int(good[-1]) + 1 if len(good) else 0
-        size = FILE_HEADER_BYTES + count * RECORD_BYTES
+        size = FILE_HEADER_BYTES + count * record_bytes(header.version)
         if len(good) < count:
             log.error("%s: %d records in the middle are damaged and left out", path, count - len(good))
         if size < len(raw):
@@ -152,7 +155,7 @@ class Journal:
         return sum(size for number, size in tuple(self._sizes.items()) if number >= self._snapshot)
 
     def append(self, records: bytes) -> None:
-        """Write removals that wait and then ``records``, in one write. Raises OSError; then none of ``records`` count."""
+        """Write records that wait and then ``records``, in one write. Raises OSError; then none of ``records`` count."""
         with self._lock:
             with self._pending_lock:
                 pending, self._pending = self._pending, bytearray()
@@ -168,7 +171,7 @@ class Journal:
             self._sizes[self._sequence] = size + len(data)
 
     def _undo(self, pending: bytearray, size_bytes: int) -> None:
-        """Cut off what a failed write left, and keep the removals for later."""
+        """Cut off what a failed write left, and keep the records that waited for later."""
         with self._pending_lock:
             # Beyond the limit the oldest go: such a block may come back after a restart, and its bytes are verified as ever.
             self._pending = (pending + self._pending)[-2 * MAX_PENDING_BYTES :]
@@ -177,8 +180,9 @@ class Journal:
         except OSError as e:
             log.error("%s: a failed write could not be undone: %s", self._folder.path, e)
 
-    def remove(self, records: bytes) -> None:
-        """Keep removals in memory until the next :meth:`append`; over 4 MiB they are written at once."""
+    def defer(self, records: bytes) -> None:
+        """Keep records (of removals, or of later expiries) in memory until the next :meth:`append`; over 4 MiB they are written
+        at once."""
         with self._pending_lock:
             self._pending += records
             full = len(self._pending) > MAX_PENDING_BYTES
@@ -186,10 +190,10 @@ class Journal:
             try:
                 self.flush()
             except OSError as e:
-                log.error("%s: removals could not be written: %s", self._folder.path, e)
+                log.error("%s: records could not be written: %s", self._folder.path, e)
 
     def flush(self) -> None:
-        """Write removals that wait. Raises OSError."""
+        """Write records that wait. Raises OSError."""
         if self._pending:
             self.append(b"")
 

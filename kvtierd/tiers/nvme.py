@@ -11,7 +11,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from typing import Final, TypeVar
 
 import aiofiles
@@ -20,11 +20,11 @@ from kvtierd.config import NvmeConfig
 from kvtierd.errors import Reason, RequestError
 from kvtierd.model import PAGE_BYTES, SLOT_INDEX_BITS, slot_extent
 from kvtierd.tiers.base import BlockIo, RealmInfo, Recovered, RecoveredExtent, Result
-from kvtierd.tiers.folder import Folder, PoolFile, is_full
+from kvtierd.tiers.folder import Folder, PoolFile, is_exhausted
 from kvtierd.tiers.io_engine import IoEngine, choose_engine
 from kvtierd.tiers.journal import Journal
 from kvtierd.tiers.nvme_open import journal_limits, open_folders
-from kvtierd.tiers.record import Entry, pack_block, pack_record, pack_removal
+from kvtierd.tiers.record import Entry, pack_block, pack_removal
 from kvtierd.tiers.recovery import LiveBlocks
 from kvtierd.tiers.segments import SegmentTable
 from kvtierd.tiers.slot_io import IoCounters, SlotMover, StoredRealm
@@ -39,7 +39,7 @@ MAX_REALMS: Final = 4096
 class NvmeStore:
     """Blocks on NVMe; see :class:`kvtierd.tiers.base.BlockStore`. Thread-safe. Made by :meth:`open`."""
 
-    def __init__(self, config: NvmeConfig, engine: IoEngine, folders: list[Folder], pool: PoolFile) -> None:
+    def __init__(self, config: NvmeConfig, engine: IoEngine, folders: list[Folder], pool: PoolFile, usable_bytes: int) -> None:
         self._engine = engine
         self._folders = folders
         self._pool = pool
@@ -49,8 +49,9 @@ class NvmeStore:
         self._max_generation = 0
         self._max_extent_id = 0
         self._snapshot_lock = asyncio.Lock()
-        self.capacity_bytes, self._snapshot_at_bytes, self._journal_limit_bytes = journal_limits(config)
-        """Bytes that extents may take: the configured capacity less what journals and snapshots may need."""
+        _, self._snapshot_at_bytes, self._journal_limit_bytes = journal_limits(config)
+        self.capacity_bytes = usable_bytes
+        """Bytes that extents may take: the configured capacity less what journals and snapshots may need, or what there is."""
         self.counters = IoCounters()
         self.path = "o_direct" if all(f.direct for f in folders) else "buffered"
         """"o_direct" or "buffered"."""
@@ -72,8 +73,7 @@ class NvmeStore:
             StartupError: a folder cannot be used, is held by another daemon or has not enough space; says what to do.
         """
         engine = engine or choose_engine(config)
-        folders, pool = open_folders(config, clock)
-        return cls(config, engine, folders, pool)
+        return cls(config, engine, *open_folders(config, clock))
 
     def _floors(self) -> tuple[int, int]:
         return self._max_generation, self._max_extent_id
@@ -106,8 +106,12 @@ class NvmeStore:
             list(self._pool.realms), list(extents.values()), iter(blocks), self._max_generation + 1, self._max_extent_id + 1
         )
 
-    def register_realm(self, realm: RealmInfo) -> None:
+    def register_realm(self, realm: RealmInfo, in_use: Collection[int] | None = None) -> None:
         """Persist a realm in every folder before its first block. Rare; blocking; no work when it is known already.
+
+        Args:
+            realm: the new one.
+            in_use: ids of realms that still count; the others hold nothing and are forgotten. None keeps all.
 
         Raises:
             RequestError: IO when no folder could keep it.
@@ -117,7 +121,8 @@ class NvmeStore:
             if known is not None:
                 assert known.info == realm, f"realm {realm.realm_id} is registered with other contents"
                 return
-            pool = PoolFile(self._pool.pool_id, [*self._pool.realms, realm])
+            left = [r for r in self._pool.realms if in_use is None or r.realm_id in in_use]
+            pool = PoolFile(self._pool.pool_id, [*left, realm])
             saved, problem = 0, ""
             for folder in self._folders:
                 try:
@@ -129,6 +134,8 @@ class NvmeStore:
             if not saved:
                 raise RequestError(Reason.IO, f"no nvme folder could keep the new realm: {problem}")
             self._pool = pool
+            for realm_id in self._realms.keys() - {r.realm_id for r in left}:
+                del self._realms[realm_id]
             self._realms[realm.realm_id] = StoredRealm(realm)
 
     def add_extent(self, extent_id: int, slot_bytes: int, slot_count: int) -> None:
@@ -144,6 +151,10 @@ class NvmeStore:
         assert slot_count >= 1, "an extent has slots"
         self._table.add(extent_id, slot_bytes, slot_count)
         self._max_extent_id = max(self._max_extent_id, extent_id)
+
+    def has_extent(self, extent_id: int) -> bool:
+        """True for an extent that was recovered or added and not dropped."""
+        return self._table.get(extent_id) is not None
 
     def drop_extent(self, extent_id: int) -> None:
         """Forget an extent and its blocks. Non-blocking; the file is deleted in a thread, and before any new file is made."""
@@ -170,17 +181,24 @@ class NvmeStore:
 
     def forget(self, blocks: Sequence[BlockIo]) -> None:
         """Record that blocks are gone: in memory until the next :meth:`write` or :meth:`flush`."""
+        self._defer(blocks, pack_removal)
+
+    def renew(self, blocks: Sequence[BlockIo]) -> None:
+        """Record that stored blocks expire later than was recorded (buffers unused): in memory, as :meth:`forget`."""
+        self._defer(blocks, pack_block)
+
+    def _defer(self, blocks: Sequence[BlockIo], pack: Callable[[Entry], list[bytes]]) -> None:
         batches: dict[int, list[bytes]] = {}
         for block in blocks:
-            for slot, record in zip(block.slots, pack_removal(_entry(block)), strict=True):
+            for slot, record in zip(block.slots, pack(_entry(block)), strict=True):
                 segment = self._table.get(slot_extent(slot))
                 if segment is not None and segment.folder is not None:
                     batches.setdefault(id(segment.folder), []).append(record)
         for folder_id, batch in batches.items():
-            self._journals[folder_id].remove(b"".join(batch))
+            self._journals[folder_id].defer(b"".join(batch))
 
     def flush(self) -> None:
-        """Write removals that wait in memory. Blocking. Raises OSError when a journal cannot be written."""
+        """Write removals and later expiries that wait in memory. Blocking. Raises OSError when a journal cannot be written."""
         for journal in self._journals.values():
             journal.flush()
 
@@ -198,13 +216,13 @@ class NvmeStore:
             if result is not Result.OK:
                 continue
             self._max_generation = max(self._max_generation, block.generation)
-            for shard, slot in enumerate(block.slots):
+            for slot, record in zip(block.slots, pack_block(_entry(block)), strict=True):
                 segment = self._table.get(slot_extent(slot))
                 if segment is None:  # dropped meanwhile: the block is gone with it
                     continue
                 assert segment.folder is not None
                 records, members = batches.setdefault(id(segment.folder), ([], set()))
-                records.append(pack_record(block.key, block.generation, slot, block.realm_id, shard, len(block.slots)))
+                records.append(record)
                 members.add(i)
         for folder in self._folders:
             records, members = batches.get(id(folder), ([], set()))
@@ -216,7 +234,7 @@ class NvmeStore:
             except OSError as e:
                 self._mover.note_write_error(folder, e)
                 for i in members:
-                    results[i] = Result.NO_SPACE if is_full(e) else Result.IO_ERROR
+                    results[i] = Result.NO_SPACE if is_exhausted(e) else Result.IO_ERROR
 
     # Snapshots
 
@@ -256,7 +274,7 @@ class NvmeStore:
         :mod:`kvtierd.tiers.journal`).
 
         Args:
-            chunks: lists of (realm id, key, generation, slots), about 5,000 each.
+            chunks: lists of (realm id, key, generation, slots, expiry in seconds since 1970 or NO_END), about 5,000 each.
 
         Returns:
             How many blocks the snapshot names.
@@ -288,6 +306,10 @@ class NvmeStore:
         """ "ok" or what is wrong, by folder."""
         return {f.path: f.health for f in self._folders}
 
+    def folder_errors(self) -> dict[str, int]:
+        """I/O errors since the start, reads and writes, by folder."""
+        return {f.path: f.error_count for f in self._folders}
+
     def close(self) -> None:
         """Write removals, close files and release the folders. No other call may be running."""
         self._flush_quietly()
@@ -298,7 +320,7 @@ class NvmeStore:
 
 
 def _entry(block: BlockIo) -> Entry:
-    return block.realm_id, block.key, block.generation, block.slots
+    return block.realm_id, block.key, block.generation, block.slots, block.expires_s
 
 
 async def _to_the_end(work: Callable[[], T]) -> T:

@@ -3,10 +3,13 @@
 A slot is one header page and then the payload. The header names the block and the slot itself, so bytes that ended up in
 the wrong place, or that belong to an earlier block, are told from the right ones without any other state.
 
-A record has 64 bytes: key, generation, slot, realm, shard, number of shards, and xxh3_64 of the 56 bytes before it. A record
-with 0 shards says that the block of that generation is gone from that slot. For each slot the record with the highest
-generation holds, and at the same generation "gone" beats "stored": so the order of records does not matter, and a record may
-be read twice.
+A record has 72 bytes: key, generation, slot, expiry, realm, shard, number of shards, and xxh3_64 of the 64 bytes before it. A
+record with 0 shards says that the block of that generation is gone from that slot. For each slot the record with the highest
+generation holds, and at the same generation "gone" beats "stored", and of several "stored" the latest expiry holds: so the order
+of records does not matter, and a record may be read twice.
+
+The expiry is wall-clock time, as it must hold over a restart: milliseconds since 1970, all bits set where there is none. In
+version 1 of journals and snapshots records had no such field (64 bytes); they are read as without expiry, and never written.
 """
 
 from __future__ import annotations
@@ -21,18 +24,21 @@ import numpy.typing as npt
 import xxhash
 from typing_extensions import Buffer
 
-from kvtierd.model import FORMAT_VERSION, KEY_BYTES, PAGE_BYTES
+from kvtierd.model import FORMAT_VERSION, KEY_BYTES, NO_END, PAGE_BYTES
 
 PAGE_MAGIC: Final = b"KVTPAGE\n"
 FILE_MAGIC: Final = b"KVTJRNL\n"
-RECORD_BYTES: Final = 64
+LOG_VERSION: Final = 2
+"""Version of journals and snapshots that are written."""
+RECORD_BYTES: Final = 72
 FILE_HEADER_BYTES: Final = 64
 POOL_ID_BYTES: Final = 16
 TENANT_HASH_BYTES: Final = 16
 _CHECK_BYTES: Final = 8
 
 _PAGE_PREFIX: Final = struct.Struct("<8sIIIIQQQ32s32s16s")
-_RECORD_BODY: Final = struct.Struct("<32sQQIHH")
+_RECORD_BODY: Final = struct.Struct("<32sQQQIHH")
+_NO_EXPIRY_MS: Final = (1 << 64) - 1
 _FILE_HEADER: Final = struct.Struct("<8sIIQ16sQQ")
 _PAGE_BODY_BYTES: Final = PAGE_BYTES - _CHECK_BYTES
 _CHECKSUM_END: Final = _PAGE_PREFIX.size + 16
@@ -42,6 +48,7 @@ RECORD_DTYPE: Final = np.dtype(
         ("key", f"V{KEY_BYTES}"),
         ("generation", "<u8"),
         ("slot", "<u8"),
+        ("expires_ms", "<u8"),
         ("realm", "<u4"),
         ("shard", "<u2"),
         ("shards", "<u2"),
@@ -49,11 +56,15 @@ RECORD_DTYPE: Final = np.dtype(
     ]
 )
 """One record as numpy sees it; ``shards`` is 0 for a removal."""
+_FIELDS_1: Final = [name for name in RECORD_DTYPE.names or () if name != "expires_ms"]
+_DTYPES: Final = {1: np.dtype([(name, RECORD_DTYPE[name]) for name in _FIELDS_1]), LOG_VERSION: RECORD_DTYPE}
+LOG_VERSIONS: Final = frozenset(_DTYPES)
+"""Versions of journals and snapshots that can be read."""
 Records = npt.NDArray[Any]
 """Array of :data:`RECORD_DTYPE`."""
 
-Entry = tuple[int, bytes, int, tuple[int, ...]]
-"""One block for a snapshot: realm id, key, generation, one slot a shard."""
+Entry = tuple[int, bytes, int, tuple[int, ...], float]
+"""One block for a snapshot: realm id, key, generation, one slot a shard, expiry in seconds since 1970 or NO_END."""
 
 assert RECORD_DTYPE.itemsize == RECORD_BYTES == _RECORD_BODY.size + _CHECK_BYTES
 assert _FILE_HEADER.size + _CHECK_BYTES == FILE_HEADER_BYTES
@@ -95,32 +106,53 @@ def page_matches(page: memoryview, prefix: bytes, payload: Buffer) -> bool:
     return bool(page[len(prefix) : _CHECKSUM_END] == xxhash.xxh3_128_digest(payload))
 
 
-def pack_record(key: bytes, generation: int, slot: int, realm_id: int, shard: int, shards: int) -> bytes:
-    """One record; ``shards`` 0 makes it a removal."""
-    body = _RECORD_BODY.pack(key, generation, slot, realm_id, shard, shards)
+def pack_record(key: bytes, generation: int, slot: int, realm_id: int, shard: int, shards: int, expires_s: float = NO_END) -> bytes:
+    """One record; ``shards`` 0 makes it a removal. ``expires_s`` counts from 1970."""
+    expires_ms = _NO_EXPIRY_MS if expires_s == NO_END else max(int(expires_s * 1000), 0)
+    body = _RECORD_BODY.pack(key, generation, slot, expires_ms, realm_id, shard, shards)
     return body + xxhash.xxh3_64_digest(body)
 
 
 def pack_block(entry: Entry) -> list[bytes]:
     """One record a shard for a stored block."""
-    realm_id, key, generation, slots = entry
+    realm_id, key, generation, slots, expires_s = entry
     shards = len(slots)
-    return [pack_record(key, generation, slot, realm_id, shard, shards) for shard, slot in enumerate(slots)]
+    return [pack_record(key, generation, slot, realm_id, shard, shards, expires_s) for shard, slot in enumerate(slots)]
 
 
 def pack_removal(entry: Entry) -> list[bytes]:
     """One record a shard that says that the block is gone."""
-    realm_id, key, generation, slots = entry
+    realm_id, key, generation, slots, _ = entry
     return [pack_record(key, generation, slot, realm_id, shard, 0) for shard, slot in enumerate(slots)]
 
 
-def parse_records(raw: bytes) -> tuple[Records, npt.NDArray[np.bool_]]:
-    """Records in ``raw`` (a rest shorter than a record is left out) and which of them are intact."""
-    count = len(raw) // RECORD_BYTES
-    records: Records = np.frombuffer(raw, RECORD_DTYPE, count)
-    digest, body = xxhash.xxh3_64_digest, _RECORD_BODY.size
-    expected = b"".join([digest(raw[i : i + body]) for i in range(0, count * RECORD_BYTES, RECORD_BYTES)])
-    return records, np.frombuffer(expected, "<u8") == records["check"]
+def record_bytes(version: int) -> int:
+    """Bytes of one record in files of a version that can be read."""
+    return _DTYPES[version].itemsize
+
+
+def parse_records(raw: bytes, version: int = LOG_VERSION) -> tuple[Records, npt.NDArray[np.bool_]]:
+    """Records in ``raw`` (a rest shorter than a record is left out) and which of them are intact. Those of older versions are
+    given in today's form, their checksums apart."""
+    dtype = _DTYPES[version]
+    size = dtype.itemsize
+    count = len(raw) // size
+    records: Records = np.frombuffer(raw, dtype, count)
+    digest, body = xxhash.xxh3_64_digest, size - _CHECK_BYTES
+    expected = b"".join([digest(raw[i : i + body]) for i in range(0, count * size, size)])
+    intact = np.frombuffer(expected, "<u8") == records["check"]
+    if version != LOG_VERSION:
+        older, records = records, np.empty(count, RECORD_DTYPE)
+        records["expires_ms"] = _NO_EXPIRY_MS
+        for name in _FIELDS_1:
+            records[name] = older[name]
+    return records, intact
+
+
+def expiries_s(records: Records) -> npt.NDArray[np.float64]:
+    """Expiries of records in seconds since 1970; NO_END where there is none."""
+    at_ms = records["expires_ms"]
+    return np.where(at_ms == _NO_EXPIRY_MS, NO_END, at_ms / 1000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +167,7 @@ class FileHeader:
     pool_id: bytes
     max_generation: int = 0
     max_extent_id: int = 0
-    version: int = FORMAT_VERSION
+    version: int = LOG_VERSION
 
     def pack(self) -> bytes:
         """64 bytes."""
@@ -151,8 +183,8 @@ def file_version(raw: bytes) -> int | None:
 
 
 def parse_file_header(raw: bytes) -> FileHeader | None:
-    """The header of a file of this format version; None when it is damaged."""
-    if file_version(raw) != FORMAT_VERSION or len(raw) < FILE_HEADER_BYTES:
+    """The header of a file of a version that can be read; None when it is damaged."""
+    if file_version(raw) not in LOG_VERSIONS or len(raw) < FILE_HEADER_BYTES:
         return None
     if raw[_FILE_HEADER.size : FILE_HEADER_BYTES] != xxhash.xxh3_64_digest(raw[: _FILE_HEADER.size]):
         return None

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvtierd.model import PAGE_BYTES, SLOT_INDEX_BITS
 from kvtierd.tiers.base import RealmInfo, RecoveredExtent
-from kvtierd.tiers.record import RECORD_DTYPE, Entry, Records
+from kvtierd.tiers.record import RECORD_DTYPE, Entry, Records, expiries_s
 
 BATCH_BLOCKS: Final = 65_536
 """Blocks that are turned into Python objects at a time."""
@@ -62,7 +62,7 @@ class LiveBlocks:
         self._starts, self._shards = self._starts[kept], self._shards[kept]
 
     def __iter__(self) -> Iterator[Entry]:
-        """Realm id, key, generation and slots of each block, oldest generation first."""
+        """Realm id, key, generation, slots and expiry of each block, oldest generation first."""
         for at in range(0, len(self._starts), BATCH_BLOCKS):
             starts, shards = self._starts[at : at + BATCH_BLOCKS], self._shards[at : at + BATCH_BLOCKS]
             first = self._records[starts]
@@ -72,7 +72,8 @@ class LiveBlocks:
             else:
                 slot_column = self._records["slot"]
                 slots = (tuple(slot_column[a : a + n].tolist()) for a, n in zip(starts.tolist(), shards.tolist(), strict=True))
-            yield from zip(first["realm"].tolist(), first["key"].tolist(), first["generation"].tolist(), slots, strict=True)
+            columns = (first["realm"].tolist(), first["key"].tolist(), first["generation"].tolist())
+            yield from zip(*columns, slots, expiries_s(first).tolist(), strict=True)
 
 
 def _within(records: Records, ids: frozenset[int], extents: Mapping[int, RecoveredExtent]) -> Mask:
@@ -90,10 +91,11 @@ def _last_of_each_slot(records: Records) -> Records:
     """The record that holds for each slot, without those that say "gone"."""
     if not len(records):
         return records
-    # Removals sort after a listing of the same generation, so the last record of a slot is the one that holds.
+    # Removals sort after a listing of the same generation, and later expiries after earlier ones, so the last record of a slot
+    # is the one that holds.
     rank = (records["generation"] << 1) | (records["shards"] == 0)
     slots = records["slot"]
-    order = np.lexsort((rank, slots))
+    order = np.lexsort((records["expires_ms"], rank, slots))
     sorted_slots = slots[order]
     last = np.empty(len(order), bool)
     last[-1] = True

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
-from kvtierd.tiers.folder import Folder, segment_name
+from kvtierd.tiers.folder import Folder, is_exhausted, segment_name
 from kvtierd.tiers.io_engine import IoEngine
 
 log = logging.getLogger(__name__)
@@ -212,7 +212,7 @@ class SegmentTable:
                 self._make_file(folder, segment)
             except OSError as e:
                 error = e
-                if e.errno not in (errno.ENOSPC, errno.EDQUOT):
+                if not is_exhausted(e):
                     folder.note_write_error(e)
                 continue
             with self._lock:
@@ -232,6 +232,8 @@ class SegmentTable:
     def _make_file(folder: Folder, segment: Segment) -> None:
         final = folder.file(segment_name(segment.extent_id, segment.slot_bytes, segment.slot_count))
         temporary = final + ".tmp"
+        if os.path.lexists(final):
+            raise FileExistsError(errno.EEXIST, "somebody else's file is in the place of a segment", final)
         fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(fd, 0, segment.size_bytes)

@@ -15,7 +15,7 @@ from typing_extensions import Buffer
 
 from kvtierd.model import PAGE_BYTES, round_up, slot_extent, slot_index
 from kvtierd.tiers.base import BlockIo, RealmInfo, Result
-from kvtierd.tiers.folder import Folder, is_full
+from kvtierd.tiers.folder import Folder, is_exhausted
 from kvtierd.tiers.io_engine import MAX_IOV, IoEngine, read_all, write_all
 from kvtierd.tiers.record import header_page, page_matches, page_prefix, tenant_hash
 from kvtierd.tiers.segments import SegmentTable
@@ -53,14 +53,12 @@ class _Piece:
 
 @dataclass(slots=True)
 class IoCounters:
-    """Totals since the start. Bytes are payload and headers, as the device sees them."""
+    """Totals since the start, of what went well. Bytes are payload and headers, as the device sees them."""
 
     written_bytes: int = 0
     read_bytes: int = 0
     write_calls: int = 0
     read_calls: int = 0
-    io_errors: int = 0
-    corrupt: int = 0
 
 
 class SlotMover:
@@ -93,10 +91,6 @@ class SlotMover:
         results = [Result.OK] * len(blocks)
         for run in self._runs(self._pieces(blocks)):
             self._read_run(run, results)
-        corrupt = results.count(Result.CORRUPT)
-        if corrupt:
-            with self._counter_lock:
-                self._counters.corrupt += corrupt
         return results
 
     def _pieces(self, blocks: Sequence[BlockIo]) -> list[_Piece]:
@@ -159,10 +153,10 @@ class SlotMover:
                 write_all(self._engine, segment.handle, buffers, slot_index(run[0].slot) * segment.slot_bytes)
         except OSError as e:
             for piece in run:
-                results[piece.block] = Result.NO_SPACE if is_full(e) else Result.IO_ERROR
+                results[piece.block] = Result.NO_SPACE if is_exhausted(e) else Result.IO_ERROR
             if folder is not None:
                 self.note_write_error(folder, e)
-            elif not is_full(e):
+            elif not is_exhausted(e):
                 log.error("a segment cannot be made: %s", e)
             return
         if folder is not None:
@@ -173,12 +167,10 @@ class SlotMover:
 
     def note_write_error(self, folder: Folder, error: OSError) -> None:
         """Count an error of a write, unless it only says that there is no room."""
-        if is_full(error):
-            log.warning("nvme folder %s is full: %s", folder.path, error)
+        if is_exhausted(error):
+            log.warning("nvme folder %s takes no write at present: %s", folder.path, error)
             return
         folder.note_write_error(error)
-        with self._counter_lock:
-            self._counters.io_errors += 1
 
     def _read_run(self, run: list[_Piece], results: list[Result]) -> None:
         folder: Folder | None = None
@@ -196,11 +188,13 @@ class SlotMover:
                 for piece in run:
                     self._read_run([piece], results)
                 return
+            if is_exhausted(e):  # the block is well, and can be read later
+                log.warning("a block cannot be read from nvme at present: %s", e)
+                results[run[0].block] = Result.NO_SPACE
+                return
             results[run[0].block] = Result.IO_ERROR
             if folder is not None:
                 folder.note_read_error(e)
-            with self._counter_lock:
-                self._counters.io_errors += 1
             return
         end = 0
         for header, piece in zip(headers, run, strict=True):

@@ -10,6 +10,7 @@ import asyncio
 import heapq
 import itertools
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from kvtierd.core.commands import Move, Priority, StartMoves
+from kvtierd.errors import StartupError
 from kvtierd.model import Result, Tier
 from kvtierd.tiers.base import BlockIo, BlockStore
 
@@ -51,7 +53,14 @@ class MoveReport:
 class Executor:
     """Moves blocks between CPU memory and the stores below it. Belongs to one event loop."""
 
-    def __init__(self, memory: Memory, stores: dict[Tier, BlockStore], depth: int, report: Callable[[MoveReport], None]) -> None:
+    def __init__(
+        self,
+        memory: Memory,
+        stores: dict[Tier, BlockStore],
+        depth: int,
+        report: Callable[[MoveReport], None],
+        on_wall: Callable[[float], float],
+    ) -> None:
         """Make an executor.
 
         Args:
@@ -59,22 +68,31 @@ class Executor:
             stores: the tiers below.
             depth: jobs in progress at one time; at least 2.
             report: called in the event loop once a job.
+            on_wall: seconds since 1970 of a time of the core's clock; called from worker threads.
+
+        Raises:
+            StartupError: the machine has no threads left.
         """
         self._memory = memory
         self._stores = stores
         self._depth = max(depth, 2)
         self._max_demotions = max(self._depth - max(self._depth // 4, 1), 1)
         self._report = report
+        self._on_wall = on_wall
         self._queue: list[tuple[int, int, float, StartMoves]] = []
         self._order = itertools.count()
         self._running = 0
         self._demotions = 0
-        self._threads = ThreadPoolExecutor(self._depth, thread_name_prefix="kvtierd-move")
+        self._threads = _started(self._depth)
+        self._closed = False
         self._idle = asyncio.Event()
         self._idle.set()
 
     def submit(self, command: StartMoves) -> None:
-        """Queue moves; returns at once."""
+        """Queue moves; returns at once. After :meth:`close` they are dropped, like those that were queued then."""
+        if self._closed:
+            log.debug("%d moves were dropped: the daemon is going", len(command.moves))
+            return
         now = time.monotonic()
         for job in _split(command):
             heapq.heappush(self._queue, (job.priority, next(self._order), now, job))
@@ -140,16 +158,35 @@ class Executor:
         block = outer.block
         sizes = block.realm.namespace.shard_bytes
         buffers = [self._memory.view(slot)[:size] for slot, size in zip(inner.all_slots(), sizes, strict=True)]
-        return BlockIo(block.realm.realm_id, block.key, outer.generation, outer.all_slots(), buffers)
+        expires_s = self._on_wall(outer.expires_s)
+        return BlockIo(block.realm.realm_id, block.key, outer.generation, outer.all_slots(), buffers, expires_s)
 
     async def idle(self) -> None:
         """Wait until nothing is queued or running."""
         await self._idle.wait()
 
-    def close(self) -> None:
-        """Drop what is queued and wait for what is running (blocking)."""
+    async def close(self) -> None:
+        """Take nothing more, drop what is queued and wait for what is running."""
+        self._closed = True
         self._queue.clear()
-        self._threads.shutdown(wait=True)
+        await asyncio.to_thread(self._threads.shutdown)
+
+
+def _started(count: int) -> ThreadPoolExecutor:
+    """Threads that all run from the start: a job never waits for one that the machine cannot start. Raises StartupError."""
+    threads = ThreadPoolExecutor(count, thread_name_prefix="kvtierd-move")
+    all_run = threading.Barrier(count + 1)
+    try:
+        for _ in range(count):
+            threads.submit(all_run.wait)
+    except RuntimeError as e:
+        all_run.abort()
+        threads.shutdown()
+        raise StartupError(
+            f"{count} threads for moving blocks cannot be started ({e}): raise the limit of threads (ulimit -u) or lower nvme.depth"
+        ) from e
+    all_run.wait()
+    return threads
 
 
 def _split(command: StartMoves) -> list[StartMoves]:

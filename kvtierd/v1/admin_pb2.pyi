@@ -12,7 +12,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class TierStatus(_message.Message):
-    __slots__ = ("tier", "capacity_bytes", "reserved_bytes", "used_bytes", "copies", "dirty_bytes", "pinned_bytes", "path", "suspended")
+    __slots__ = ("tier", "capacity_bytes", "reserved_bytes", "used_bytes", "copies", "dirty_bytes", "pinned_bytes", "path", "suspended", "configured_bytes")
     TIER_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     RESERVED_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +22,7 @@ class TierStatus(_message.Message):
     PINNED_BYTES_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     SUSPENDED_FIELD_NUMBER: _ClassVar[int]
+    CONFIGURED_BYTES_FIELD_NUMBER: _ClassVar[int]
     tier: _kvtier_pb2.Tier
     capacity_bytes: int
     reserved_bytes: int
@@ -31,7 +32,8 @@ class TierStatus(_message.Message):
     pinned_bytes: int
     path: str
     suspended: str
-    def __init__(self, tier: _Optional[_Union[_kvtier_pb2.Tier, str]] = ..., capacity_bytes: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., copies: _Optional[int] = ..., dirty_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., path: _Optional[str] = ..., suspended: _Optional[str] = ...) -> None: ...
+    configured_bytes: int
+    def __init__(self, tier: _Optional[_Union[_kvtier_pb2.Tier, str]] = ..., capacity_bytes: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., copies: _Optional[int] = ..., dirty_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., path: _Optional[str] = ..., suspended: _Optional[str] = ..., configured_bytes: _Optional[int] = ...) -> None: ...
 
 class TenantStatus(_message.Message):
     __slots__ = ("tenant", "blocks", "used_bytes", "quota_bytes", "hits", "misses")
@@ -149,7 +151,7 @@ class ListBlocksRequest(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., tier: _Optional[_Union[_kvtier_pb2.Tier, str]] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
 
 class BlockInfo(_message.Message):
-    __slots__ = ("key", "tenant", "fingerprint", "bytes", "states", "pins", "idle_s")
+    __slots__ = ("key", "tenant", "fingerprint", "bytes", "states", "pins", "idle_s", "expires_in_s")
     KEY_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -157,6 +159,7 @@ class BlockInfo(_message.Message):
     STATES_FIELD_NUMBER: _ClassVar[int]
     PINS_FIELD_NUMBER: _ClassVar[int]
     IDLE_S_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_IN_S_FIELD_NUMBER: _ClassVar[int]
     key: bytes
     tenant: str
     fingerprint: bytes
@@ -164,7 +167,8 @@ class BlockInfo(_message.Message):
     states: _containers.RepeatedScalarFieldContainer[str]
     pins: int
     idle_s: float
-    def __init__(self, key: _Optional[bytes] = ..., tenant: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., bytes: _Optional[int] = ..., states: _Optional[_Iterable[str]] = ..., pins: _Optional[int] = ..., idle_s: _Optional[float] = ...) -> None: ...
+    expires_in_s: float
+    def __init__(self, key: _Optional[bytes] = ..., tenant: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., bytes: _Optional[int] = ..., states: _Optional[_Iterable[str]] = ..., pins: _Optional[int] = ..., idle_s: _Optional[float] = ..., expires_in_s: _Optional[float] = ...) -> None: ...
 
 class ListBlocksResponse(_message.Message):
     __slots__ = ("blocks", "next_page_token")
@@ -220,10 +224,14 @@ class EvictBlocksRequest(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., tier: _Optional[_Union[_kvtier_pb2.Tier, str]] = ..., idle_s: _Optional[float] = ..., all: bool = ...) -> None: ...
 
 class EvictBlocksResponse(_message.Message):
-    __slots__ = ("evicted",)
+    __slots__ = ("evicted", "evicted_pinned", "evicted_in_use")
     EVICTED_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_PINNED_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_IN_USE_FIELD_NUMBER: _ClassVar[int]
     evicted: int
-    def __init__(self, evicted: _Optional[int] = ...) -> None: ...
+    evicted_pinned: int
+    evicted_in_use: int
+    def __init__(self, evicted: _Optional[int] = ..., evicted_pinned: _Optional[int] = ..., evicted_in_use: _Optional[int] = ...) -> None: ...
 
 class PinBlocksRequest(_message.Message):
     __slots__ = ("keys", "tenant", "expires_s")
@@ -242,6 +250,44 @@ class PinBlocksResponse(_message.Message):
     ticket: int
     pinned: int
     def __init__(self, ticket: _Optional[int] = ..., pinned: _Optional[int] = ...) -> None: ...
+
+class ListPinsRequest(_message.Message):
+    __slots__ = ("tenant", "page_size", "page_token")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    page_size: int
+    page_token: str
+    def __init__(self, tenant: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+
+class PinInfo(_message.Message):
+    __slots__ = ("ticket", "key", "tenant", "fingerprint", "tier", "bytes", "expires_in_s", "evicted")
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_IN_S_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_FIELD_NUMBER: _ClassVar[int]
+    ticket: int
+    key: bytes
+    tenant: str
+    fingerprint: bytes
+    tier: _kvtier_pb2.Tier
+    bytes: int
+    expires_in_s: float
+    evicted: bool
+    def __init__(self, ticket: _Optional[int] = ..., key: _Optional[bytes] = ..., tenant: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., tier: _Optional[_Union[_kvtier_pb2.Tier, str]] = ..., bytes: _Optional[int] = ..., expires_in_s: _Optional[float] = ..., evicted: bool = ...) -> None: ...
+
+class ListPinsResponse(_message.Message):
+    __slots__ = ("pins", "next_page_token")
+    PINS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    pins: _containers.RepeatedCompositeFieldContainer[PinInfo]
+    next_page_token: str
+    def __init__(self, pins: _Optional[_Iterable[_Union[PinInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class UnpinBlocksRequest(_message.Message):
     __slots__ = ("ticket",)

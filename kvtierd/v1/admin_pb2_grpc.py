@@ -75,6 +75,11 @@ class KvTierAdminServiceStub(object):
                 request_serializer=kvtierd_dot_v1_dot_admin__pb2.PinBlocksRequest.SerializeToString,
                 response_deserializer=kvtierd_dot_v1_dot_admin__pb2.PinBlocksResponse.FromString,
                 _registered_method=True)
+        self.ListPins = channel.unary_unary(
+                '/kvtierd.v1.KvTierAdminService/ListPins',
+                request_serializer=kvtierd_dot_v1_dot_admin__pb2.ListPinsRequest.SerializeToString,
+                response_deserializer=kvtierd_dot_v1_dot_admin__pb2.ListPinsResponse.FromString,
+                _registered_method=True)
         self.UnpinBlocks = channel.unary_unary(
                 '/kvtierd.v1.KvTierAdminService/UnpinBlocks',
                 request_serializer=kvtierd_dot_v1_dot_admin__pb2.UnpinBlocksRequest.SerializeToString,
@@ -142,6 +147,13 @@ class KvTierAdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListPins(self, request, context):
+        """ListPins reads the pins page by page, one entry a pinned copy.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def UnpinBlocks(self, request, context):
         """UnpinBlocks takes a pin back.
         """
@@ -191,6 +203,11 @@ def add_KvTierAdminServiceServicer_to_server(servicer, server):
                     servicer.PinBlocks,
                     request_deserializer=kvtierd_dot_v1_dot_admin__pb2.PinBlocksRequest.FromString,
                     response_serializer=kvtierd_dot_v1_dot_admin__pb2.PinBlocksResponse.SerializeToString,
+            ),
+            'ListPins': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPins,
+                    request_deserializer=kvtierd_dot_v1_dot_admin__pb2.ListPinsRequest.FromString,
+                    response_serializer=kvtierd_dot_v1_dot_admin__pb2.ListPinsResponse.SerializeToString,
             ),
             'UnpinBlocks': grpc.unary_unary_rpc_method_handler(
                     servicer.UnpinBlocks,
@@ -415,6 +432,33 @@ class KvTierAdminService(object):
             '/kvtierd.v1.KvTierAdminService/PinBlocks',
             kvtierd_dot_v1_dot_admin__pb2.PinBlocksRequest.SerializeToString,
             kvtierd_dot_v1_dot_admin__pb2.PinBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListPins(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtierd.v1.KvTierAdminService/ListPins',
+            kvtierd_dot_v1_dot_admin__pb2.ListPinsRequest.SerializeToString,
+            kvtierd_dot_v1_dot_admin__pb2.ListPinsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -344,16 +344,20 @@ class CancelResponse(_message.Message):
     def __init__(self, boot_epoch: _Optional[int] = ...) -> None: ...
 
 class SaveRequest(_message.Message):
-    __slots__ = ("session", "keys", "tenant", "wait_ms")
+    __slots__ = ("session", "keys", "tenant", "wait_ms", "request_id", "ttl_ms")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TTL_MS_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     keys: bytes
     tenant: str
     wait_ms: int
-    def __init__(self, session: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., tenant: _Optional[str] = ..., wait_ms: _Optional[int] = ...) -> None: ...
+    request_id: str
+    ttl_ms: int
+    def __init__(self, session: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., tenant: _Optional[str] = ..., wait_ms: _Optional[int] = ..., request_id: _Optional[str] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
 
 class SaveResponse(_message.Message):
     __slots__ = ("boot_epoch", "ticket", "outcomes", "slots")
@@ -386,14 +390,16 @@ class CommitResponse(_message.Message):
     def __init__(self, boot_epoch: _Optional[int] = ..., committed: _Optional[int] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
-    __slots__ = ("session", "ticket", "indexes")
+    __slots__ = ("session", "ticket", "indexes", "request_id")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
     INDEXES_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     ticket: int
     indexes: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, session: _Optional[bytes] = ..., ticket: _Optional[int] = ..., indexes: _Optional[_Iterable[int]] = ...) -> None: ...
+    request_id: str
+    def __init__(self, session: _Optional[bytes] = ..., ticket: _Optional[int] = ..., indexes: _Optional[_Iterable[int]] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class AbortResponse(_message.Message):
     __slots__ = ("boot_epoch",)
@@ -402,18 +408,20 @@ class AbortResponse(_message.Message):
     def __init__(self, boot_epoch: _Optional[int] = ...) -> None: ...
 
 class LoadRequest(_message.Message):
-    __slots__ = ("session", "keys", "tenant", "deadline_ms", "each")
+    __slots__ = ("session", "keys", "tenant", "deadline_ms", "each", "request_id")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     EACH_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     keys: bytes
     tenant: str
     deadline_ms: int
     each: bool
-    def __init__(self, session: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., tenant: _Optional[str] = ..., deadline_ms: _Optional[int] = ..., each: bool = ...) -> None: ...
+    request_id: str
+    def __init__(self, session: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., tenant: _Optional[str] = ..., deadline_ms: _Optional[int] = ..., each: bool = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class LoadResponse(_message.Message):
     __slots__ = ("boot_epoch", "ticket", "indexes", "slots", "tiers", "done", "reason")
@@ -434,14 +442,16 @@ class LoadResponse(_message.Message):
     def __init__(self, boot_epoch: _Optional[int] = ..., ticket: _Optional[int] = ..., indexes: _Optional[_Iterable[int]] = ..., slots: _Optional[_Iterable[int]] = ..., tiers: _Optional[bytes] = ..., done: bool = ..., reason: _Optional[_Union[ErrorReason, str]] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
-    __slots__ = ("session", "ticket", "indexes")
+    __slots__ = ("session", "ticket", "indexes", "request_id")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TICKET_FIELD_NUMBER: _ClassVar[int]
     INDEXES_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     ticket: int
     indexes: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, session: _Optional[bytes] = ..., ticket: _Optional[int] = ..., indexes: _Optional[_Iterable[int]] = ...) -> None: ...
+    request_id: str
+    def __init__(self, session: _Optional[bytes] = ..., ticket: _Optional[int] = ..., indexes: _Optional[_Iterable[int]] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class ReleaseResponse(_message.Message):
     __slots__ = ("boot_epoch",)
@@ -508,18 +518,20 @@ class UnpinResponse(_message.Message):
     def __init__(self, boot_epoch: _Optional[int] = ...) -> None: ...
 
 class SaveBytesRequest(_message.Message):
-    __slots__ = ("session", "tenant", "key", "shard", "data")
+    __slots__ = ("session", "tenant", "key", "shard", "data", "ttl_ms")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    TTL_MS_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     tenant: str
     key: bytes
     shard: int
     data: bytes
-    def __init__(self, session: _Optional[bytes] = ..., tenant: _Optional[str] = ..., key: _Optional[bytes] = ..., shard: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+    ttl_ms: int
+    def __init__(self, session: _Optional[bytes] = ..., tenant: _Optional[str] = ..., key: _Optional[bytes] = ..., shard: _Optional[int] = ..., data: _Optional[bytes] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
 
 class SaveBytesResponse(_message.Message):
     __slots__ = ("boot_epoch", "outcomes")

@@ -30,6 +30,10 @@ class KvTierServiceStub(object):
 
     Every call but Attach names a session by the token that Attach gave. The same requests can be sent as calls inside the
     Attach stream, which costs about half the latency of a unary call.
+    A unary Save, Pin or Load counts when it ends with OK. One that is cancelled, runs out of its gRPC deadline or whose answer
+    cannot be sent gives back what it was granted: its slots must not be touched any more, and what was read from them is void.
+    An answer that is already on its way when its caller gives up cannot be called back: callers that give calls up name them with
+    a request_id, and end what such a call may still hold by sending Abort or Release with that name.
     Errors carry a google.rpc.ErrorInfo whose reason is an ErrorReason without its prefix and whose domain is "kvtierd".
     """
 
@@ -116,6 +120,10 @@ class KvTierServiceServicer(object):
 
     Every call but Attach names a session by the token that Attach gave. The same requests can be sent as calls inside the
     Attach stream, which costs about half the latency of a unary call.
+    A unary Save, Pin or Load counts when it ends with OK. One that is cancelled, runs out of its gRPC deadline or whose answer
+    cannot be sent gives back what it was granted: its slots must not be touched any more, and what was read from them is void.
+    An answer that is already on its way when its caller gives up cannot be called back: callers that give calls up name them with
+    a request_id, and end what such a call may still hold by sending Abort or Release with that name.
     Errors carry a google.rpc.ErrorInfo whose reason is an ErrorReason without its prefix and whose domain is "kvtierd".
     """
 
@@ -304,6 +312,10 @@ class KvTierService(object):
 
     Every call but Attach names a session by the token that Attach gave. The same requests can be sent as calls inside the
     Attach stream, which costs about half the latency of a unary call.
+    A unary Save, Pin or Load counts when it ends with OK. One that is cancelled, runs out of its gRPC deadline or whose answer
+    cannot be sent gives back what it was granted: its slots must not be touched any more, and what was read from them is void.
+    An answer that is already on its way when its caller gives up cannot be called back: callers that give calls up name them with
+    a request_id, and end what such a call may still hold by sending Abort or Release with that name.
     Errors carry a google.rpc.ErrorInfo whose reason is an ErrorReason without its prefix and whose domain is "kvtierd".
     """
 

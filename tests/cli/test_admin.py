@@ -5,8 +5,16 @@ Method: run each command against a fake admin service on a real unix socket, loo
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
+import pty
 import socket
+import struct
+import subprocess
+import sys
+import termios
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,8 +62,18 @@ def test_evict_without_a_condition_asks_for_all(admin: Any, kvtierd: Kvtierd) ->
     assert "--all" in result.output
     assert admin.requests == []
     result = kvtierd("evict", "--address", admin.address, "--all", "--json")
-    assert json.loads(result.output) == {"evicted_copies": 3}
+    assert json.loads(result.output) == {"evicted_copies": 3, "evicted_pinned": 0, "evicted_in_use": 0}
     assert admin.requests == [admin_pb2.EvictBlocksRequest(all=True)]
+
+
+def test_evict_says_whose_memory_stays(admin: Any, kvtierd: Kvtierd) -> None:
+    admin.answers["EvictBlocks"] = admin_pb2.EvictBlocksResponse(evicted=1, evicted_pinned=1)
+    output = kvtierd("evict", "--address", admin.address, "--all").output
+    assert output.startswith("1 copy forgotten\n1 of these is pinned: the memory stays taken until the pin ends; 'kvtierd pins'")
+    admin.answers["EvictBlocks"] = admin_pb2.EvictBlocksResponse(evicted=5, evicted_pinned=2, evicted_in_use=3)
+    output = kvtierd("evict", "--address", admin.address, "--all").output
+    assert "2 of these are pinned" in output
+    assert "3 of these are in use" in output
 
 
 def test_an_empty_key_file_never_evicts_everything(admin: Any, kvtierd: Kvtierd) -> None:
@@ -86,6 +104,91 @@ def test_a_bad_line_of_a_key_file_is_named(admin: Any, kvtierd: Kvtierd) -> None
     result = kvtierd("pin", "--address", admin.address, "--keys-from", "-", stdin=f"{KEY.hex()}\nnot hex\n")
     assert result.exit_code == 2
     assert "line 2" in result.output
+
+
+def pin(n: int) -> admin_pb2.PinInfo:
+    return admin_pb2.PinInfo(
+        ticket=9, key=n.to_bytes(32, "big"), tenant="acme", fingerprint=b"\xab" * 32, tier=kvtier_pb2.TIER_CPU, bytes=2 << 20,
+        expires_in_s=3599, evicted=n % 2 == 1,
+    )  # fmt: skip
+
+
+def test_pins_reads_all_pages(admin: Any, kvtierd: Kvtierd) -> None:
+    def answer(request: admin_pb2.ListPinsRequest) -> admin_pb2.ListPinsResponse:
+        start = int(request.page_token or 0)
+        end = min(start + request.page_size, 1500)
+        found = [pin(n) for n in range(start, end)]
+        return admin_pb2.ListPinsResponse(pins=found, next_page_token=str(end) if end < 1500 else "")
+
+    admin.answers["ListPins"] = answer
+    lines = kvtierd("pins", "--address", admin.address, "--limit", 0, "--tenant", "acme", "--json").stdout.splitlines()
+    assert [json.loads(line)["key"] for line in lines] == [n.to_bytes(32, "big").hex() for n in range(1500)]
+    first = json.loads(lines[0])
+    assert set(first) == {f.name for f in admin_pb2.PinInfo.DESCRIPTOR.fields} - {"bytes", "fingerprint"} | {
+        "size_bytes",
+        "namespace",
+    }
+    assert all(r.tenant == "acme" for r in admin.requests)
+    output = kvtierd("pins", "--address", admin.address, "--limit", 2).output
+    for part in ("ends in", "59 min 59 s", "cpu (evicted)", (1).to_bytes(32, "big").hex(), "2 pinned blocks, as --limit says"):
+        assert part in output, part
+    admin.answers["ListPins"] = admin_pb2.ListPinsResponse()
+    assert kvtierd("pins", "--address", admin.address).output == "no pinned blocks\n"
+
+
+@pytest.mark.parametrize("command", ["blocks", "pins", "story"])
+def test_tables_fit_into_80_columns_and_are_whole_in_pipes(admin: Any, kvtierd: Kvtierd, command: str) -> None:
+    shown = [block(n) for n in range(3)]
+    for one in shown:
+        one.tenant = "a-tenant-with-quite-a-long-name-" * 3
+    event = admin_pb2.StoryEvent(at_s=1.5, key=KEY, tier=kvtier_pb2.TIER_CPU, to="ready", why="a long reason " * 8)
+    admin.answers["ListBlocks"] = admin_pb2.ListBlocksResponse(blocks=shown)
+    admin.answers["ListPins"] = admin_pb2.ListPinsResponse(pins=[pin(n) for n in range(3)])
+    admin.answers["GetStory"] = admin_pb2.GetStoryResponse(events=[event], block=shown[1])
+    args = [command, "--address", admin.address, *([KEY.hex()] if command == "story" else [])]
+    lines = on_terminal(args, 80)
+    assert max(map(len, lines)) <= 80
+    rows = {"blocks": 5, "pins": 5, "story": 5}[command]
+    assert len(lines) == rows, "no row is wrapped:\n" + "\n".join(lines)
+    assert any("…" in line for line in lines)
+    piped = kvtierd(*args).output
+    assert "…" not in piped
+    assert (1).to_bytes(32, "big").hex() in piped
+    assert len(piped.splitlines()) == (5 if command == "story" else 4)
+
+
+def on_terminal(args: list[str], columns: int) -> list[str]:
+    """Lines that a command writes on a terminal so wide."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    env = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")} | {"TERM": "dumb"}
+    done = subprocess.Popen([sys.executable, "-m", "kvtierd.cli", *args], stdout=slave, stderr=slave, env=env)
+    os.close(slave)
+    output = b""
+    with contextlib.suppress(OSError):  # what a closed terminal answers
+        while part := os.read(master, 65536):
+            output += part
+    os.close(master)
+    assert done.wait(30) == 0, output
+    return [line.rstrip() for line in output.decode().splitlines()]
+
+
+def test_a_shortened_key_is_taken_where_its_start_is_enough(admin: Any, kvtierd: Kvtierd) -> None:
+    admin.answers["GetStory"] = admin_pb2.GetStoryResponse(block=block())
+    assert kvtierd("story", "--address", admin.address, KEY.hex()[:16] + "…").exit_code == 0
+    assert admin.requests[0].key == KEY[:8]
+    result = kvtierd("pin", "--address", admin.address, "--key", KEY.hex()[:16] + "…")
+    assert result.exit_code == 2
+    assert "--json" in result.output
+
+
+def test_one_is_one(admin: Any, kvtierd: Kvtierd) -> None:
+    admin.answers["PinBlocks"] = admin_pb2.PinBlocksResponse(ticket=7, pinned=1)
+    assert kvtierd("pin", "--address", admin.address, "--key", KEY.hex()).output.startswith("1 block pinned")
+    admin.answers["Checkpoint"] = admin_pb2.CheckpointResponse(copies=1)
+    assert "1 copy written" in kvtierd("checkpoint", "--address", admin.address).output
+    admin.answers["ListBlocks"] = paged(5)
+    assert "1 block, as --limit says" in kvtierd("blocks", "--address", admin.address, "--limit", 1).output
 
 
 def test_unpin(admin: Any, kvtierd: Kvtierd) -> None:
@@ -128,6 +231,18 @@ def test_blocks_table_shows_whole_keys(admin: Any, kvtierd: Kvtierd) -> None:
     output = kvtierd("blocks", "--address", admin.address).output
     assert (7).to_bytes(32, "big").hex() in output
     assert "cpu nvme(filling)" in output
+
+
+def test_blocks_say_when_they_expire(admin: Any, kvtierd: Kvtierd) -> None:
+    mortal = block(1)
+    mortal.expires_in_s = 120.0
+    admin.answers["ListBlocks"] = admin_pb2.ListBlocksResponse(blocks=[mortal, block(2)])
+    _, first, second = kvtierd("blocks", "--address", admin.address).output.splitlines()
+    assert first.endswith("2 min 0 s") and second.endswith("never")
+    lines = kvtierd("blocks", "--address", admin.address, "--json").output.splitlines()
+    assert [json.loads(line)["expires_in_s"] for line in lines] == [120.0, None]
+    admin.answers["GetStory"] = admin_pb2.GetStoryResponse(block=mortal)
+    assert "2 min 0 s" in kvtierd("story", "--address", admin.address, KEY.hex()).output
 
 
 def test_story(admin: Any, kvtierd: Kvtierd) -> None:

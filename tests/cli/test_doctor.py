@@ -291,7 +291,7 @@ def test_metrics_address() -> None:
         assert check_metrics_address(config(server={"metrics": address})).level is Level.WARN
     assert check_metrics_address(config(server={"metrics": address})).level is Level.OK
     assert check_metrics_address(config(server={"metrics": ""})).level is Level.OK
-    assert check_metrics_address(config(server={"metrics": "nonsense"})).level is Level.ERROR
+    assert check_metrics_address(config(server={"metrics": "no.such.host.invalid:1"})).level is Level.ERROR
 
 
 # ---- devices

@@ -54,6 +54,14 @@ def test_a_command_that_is_not_installed_says_so(kvtierd: Kvtierd, monkeypatch: 
 
 def test_unknown_command(kvtierd: Kvtierd) -> None:
     assert kvtierd("frobnicate").exit_code == 2
+    result = kvtierd("statsu")
+    assert result.exit_code == 2
+    assert "did you mean 'status'" in result.output
+
+
+def test_help_says_how_lists_are_written(kvtierd: Kvtierd) -> None:
+    for name in ("serve", "config"):
+        assert "nvme.folders=/mnt/a:/mnt/b" in kvtierd(name, "--help").output.replace("\n", "")
 
 
 @pytest.mark.parametrize(
@@ -156,6 +164,11 @@ def test_config_json_and_set(kvtierd: Kvtierd) -> None:
         (("--set", "nonsense=1"), "not a key"),
         (("--set", "server.socket_mode=9z"), "octal"),
         (("--set", "cpu.capacity=many"), "cpu.capacity"),
+        (("--set", "nvme.folders=/a::/b"), "separate folders by ':'"),
+        (("--set", 'nvme.folders=["/a"]'), "looks like TOML"),
+        (("--set", "cpu.ttl=-1"), "cpu.ttl"),
+        (("--running", "--set", "cpu.capacity=1GiB"), "--set has no effect here"),
+        (("--reference", "--set", "cpu.capacity=1GiB"), "--set has no effect here"),
         (("--config", "/no/such/file.toml"), "cannot read"),
     ],
 )
@@ -202,6 +215,8 @@ def test_serve_hands_flags_over_the_file(kvtierd: Kvtierd, served: list[Config],
 
 
 def test_serve_check_starts_nothing(kvtierd: Kvtierd, served: list[Config]) -> None:
-    assert kvtierd("serve", "--check").exit_code == 0
+    result = kvtierd("serve", "--check")
+    assert result.exit_code == 0
+    assert "kvtierd doctor" in result.output
     assert kvtierd("serve", "--check", "--cpu-capacity", "1B").exit_code == 2
     assert served == []

@@ -5,6 +5,7 @@ Method: a fake admin service answers with made-up figures; --watch runs with a s
 
 from __future__ import annotations
 
+import importlib
 import json
 import time
 from collections.abc import Callable
@@ -13,10 +14,12 @@ from typing import Any
 import grpc
 import pytest
 from click.testing import Result
+from rich.console import Console
 
 from kvtierd.v1 import admin_pb2, kvtier_pb2
 
 Kvtierd = Callable[..., Result]
+status_module = importlib.import_module("kvtierd.cli.status")
 
 
 def answer(**changes: Any) -> admin_pb2.GetStatusResponse:
@@ -107,7 +110,41 @@ def test_watch_json_survives_a_restart(admin: Any, kvtierd: Kvtierd, monkeypatch
     assert "gone" in result.stderr
 
 
-def test_watch_text(admin: Any, kvtierd: Kvtierd, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_journals_and_plurals_are_said(admin: Any, kvtierd: Kvtierd) -> None:
+    admin.answers["GetStatus"] = answer()
+    assert "journals" not in kvtierd("status", "--address", admin.address).output, "an older daemon does not say"
+    found = answer()
+    found.tiers[1].configured_bytes = 2**32 + 2**27
+    found.blocks = 1
+    admin.answers["GetStatus"] = found
+    output = kvtierd("status", "--address", admin.address).output
+    assert "nvme: of the 4.1 GiB configured, 128 MiB are for journals and snapshots" in output
+    assert "1 block\n" in output
+
+
+def test_watch_into_a_pipe_is_one_snapshot_after_the_other(admin: Any, kvtierd: Kvtierd, monkeypatch: pytest.MonkeyPatch) -> None:
+    admin.answers["GetStatus"] = answer()
+
+    def each(done: int) -> None:
+        admin.error = (grpc.StatusCode.UNAVAILABLE, "", "gone") if done == 2 else None
+
+    stop_after(3, monkeypatch, each)
+    result = kvtierd("status", "--address", admin.address, "--watch")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("kvtierd 1.2.3 at ") == 3
+    assert "gone; waiting for it" in result.stderr
+    assert "\x1b" not in result.stdout
+
+
+def test_watch_on_a_terminal(admin: Any, kvtierd: Kvtierd, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = status_module.console
+
+    def terminal() -> Console:
+        found = real()
+        found._force_terminal = True
+        return found
+
+    monkeypatch.setattr(status_module, "console", terminal)
     admin.answers["GetStatus"] = answer()
 
     def each(done: int) -> None:

@@ -7,7 +7,8 @@ from kvtierd.core.realm import Realm, Tenant
 from kvtierd.core.tickets import ReadTicket, Session
 from kvtierd.errors import Reason, RequestError
 from kvtierd.model import Result, Tier
-from tests.core.shell import KIB, Shell, config, key_of
+from tests.core.lifetimes import MortalShell
+from tests.core.shell import KIB, config, key_of
 
 KEYS = 40
 SHAPES = [(4096,), (8192,), (4096, 4096), (4096, 12_288, 1)]
@@ -27,7 +28,7 @@ class Driver:
     ) -> None:
         """Sizes in KiB."""
         limits = {"b": Tenant("b", [16 * KIB, 96 * KIB, 128 * KIB], [5.0, 8.0, 60.0])} if quota else {}
-        self.shell = Shell(
+        self.shell = MortalShell(
             config(
                 cpu * KIB, nvme * KIB, hbm * KIB, extent * KIB,
                 ttl_s=(3.0, 20.0, None) if ttl else (30.0, 600.0, None),
@@ -69,6 +70,10 @@ class Driver:
     def save(self, s: int, r: int, first: int, count: int) -> None:
         """Ask for slots."""
         self._limited(lambda: self.shell.save(self.session(s), self.realm(r), self.keys(first, count)))
+
+    def live(self, ttl_s: float | None) -> None:
+        """Blocks that are saved from now on live so long."""
+        self.shell.ttl_s = ttl_s
 
     def put(self, s: int, r: int, first: int, count: int) -> None:
         """Save and commit at once."""
@@ -189,8 +194,10 @@ class Driver:
         up = [m.size_bytes for m, _ in shell.moves.values() if m.priority is not Priority.DEMOTE]
         assert len(up) <= 1 or sum(up) <= shell.config.max_promote_bytes
         if not shell.core.state.counts.evictions:
-            for realm_id, key in shell.version.keys() - shell.evicted:
-                assert shell.core.lookup(shell.core.state.realms[realm_id], [key])[0], "nothing is lost without an eviction"
+            for realm_id, key in shell.version.keys() - shell.evicted - shell.expired():
+                assert shell.core.lookup(shell.now, shell.core.state.realms[realm_id], [key])[0], (
+                    "nothing is lost without an eviction"
+                )
 
     def settle(self) -> None:
         """Everybody leaves and faults stop: everything must come to rest."""

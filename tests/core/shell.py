@@ -78,9 +78,9 @@ class Shell:
         self.loads: dict[int, OpenLoad] = {}
         self.version: dict[tuple[int, bytes], int] = {}
         self.evicted: set[tuple[int, bytes]] = set()
-        self.written = 0
         self.progress: list[ReadTicket] = []
-        self.next_session = 1
+        self.written, self.next_session = 0, 1
+        self.ttl_s: float | None = None  # of saves
 
     # ---- who
 
@@ -175,7 +175,7 @@ class Shell:
         """A crash now would recover exactly what is readable on NVMe."""
         known = {}
         for realm in self.core.state.realms.values():
-            for realm_id, key, generation, slots in self.core.nvme_entries(realm, list(realm.index)):
+            for realm_id, key, generation, slots, _ in self.core.nvme_entries(realm, list(realm.index)):
                 known[(realm_id, key, generation)] = slots
         assert known == self.disk
 
@@ -246,7 +246,7 @@ class Shell:
 
     def save(self, session: Session, realm: Realm, keys: list[bytes]) -> SaveGrant:
         """Ask for slots; granted ones are being written from now on."""
-        grant = self.core.save(self.now, session, realm, keys)
+        grant = self.core.save(self.now, session, realm, keys, self.ttl_s)
         self.run()
         width = len(realm.slot_bytes)
         granted = [i for i, o in enumerate(grant.outcomes) if o == GRANTED]
@@ -429,7 +429,7 @@ class Shell:
 
     def tiers(self, realm: Realm, key: bytes) -> str:
         """Tiers that hold a key, as letters: h, c, n."""
-        mask = self.core.lookup(realm, [key], each=True)[1][0]
+        mask = self.core.lookup(self.now, realm, [key], each=True)[1][0]
         return "".join(letter for tier, letter in zip(Tier, "hcn", strict=True) if mask & tier.bit)
 
     def check(self) -> None:

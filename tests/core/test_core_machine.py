@@ -49,6 +49,10 @@ class CoreMachine(RuleBasedStateMachine):
     def attach(self, n: int) -> None:
         self.driver.attach(n)
 
+    @rule(ttl_s=st.sampled_from([None, 0.005, 0.4, 5.0, 40.0]))
+    def live(self, ttl_s: float | None) -> None:
+        self.driver.live(ttl_s)
+
     @rule(n=NUMBER)
     def detach(self, n: int) -> None:
         self.driver.detach(n)
@@ -190,6 +194,7 @@ def _history(seed: int, steps: int) -> None:
         (3, lambda: d.release_extent(n())),
         (1, lambda: d.drain(n(3) == 0)),
         (8, lambda: d.wait(r.choice([0, 0.01, 0.3, 2, 30]))),
+        (1, lambda: d.live(r.choice([None, None, 0.005, 0.4, 5.0, 40.0]))),
         (1, lambda: d.attach(n())),
         (0.5, lambda: d.detach(n())),
     ]

@@ -356,7 +356,7 @@ def test_evict_while_it_is_read() -> None:
     ticket = shell.load(one, realm, keys(1, 2))
     shell.collect(ticket)
     assert shell.evict(realm, keys(1, 2)) == 3
-    assert shell.core.lookup(realm, keys(1, 2), each=True)[0] == 0
+    assert shell.core.lookup(shell.now, realm, keys(1, 2), each=True)[0] == 0
     shell.put(two, realm, keys(1))
     assert shell.get(two, realm, keys(1)) == [0]
     shell.finish_all()

@@ -92,7 +92,7 @@ def test_a_ttl_refuses_nothing() -> None:
     session = shell.attach(realm)
     for i in range(48):
         assert shell.put(session, realm, keys(i)).outcomes == [GRANTED]
-    assert shell.core.lookup(realm, keys(*range(48)), each=True)[0] == 16
+    assert shell.core.lookup(shell.now, realm, keys(*range(48)), each=True)[0] == 16
 
 
 def test_cpu_memory_as_the_last_tier_keeps_its_blocks() -> None:
@@ -217,7 +217,7 @@ def test_watermark_keeps_room() -> None:
         shell.finish_all()
         assert shell.core.state.dirty_bytes[Tier.CPU] <= 48 * KIB
         assert len(shell.disk) == max(i + 1 - 12, 0), "the oldest first, and no more than needed"
-    assert shell.core.lookup(realm, keys(*range(40)), each=True)[0] == 40, "nothing is lost on the way"
+    assert shell.core.lookup(shell.now, realm, keys(*range(40)), each=True)[0] == 40, "nothing is lost on the way"
     shell.check()
 
 
@@ -282,7 +282,7 @@ def test_lower_tier_that_is_smaller_comes_to_rest() -> None:
         assert writes <= 100
         assert shell.wait(60) < 200
         shell.finish_all(limit=100)
-        assert shell.core.lookup(realm, keys(59))[0] == 1
+        assert shell.core.lookup(shell.now, realm, keys(59))[0] == 1
         shell.check()
 
 

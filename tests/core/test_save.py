@@ -205,12 +205,12 @@ def test_whole_blocks_over_shards() -> None:
     grant = shell.save(session, realm, [key_of(1), key_of(2)])
     assert len(grant.slots) == 6 and len({s >> 32 for s in grant.slots}) == 3
     assert {(e.shard, e.slot_bytes) for e in shell.extents.values()} == {(0, 4096), (1, 12_288), (2, 4096)}
-    assert shell.core.lookup(realm, [key_of(1)])[0] == 0
+    assert shell.core.lookup(shell.now, realm, [key_of(1)])[0] == 0
     shell.commit(grant.ticket_id, [0])
-    assert shell.core.lookup(realm, [key_of(1), key_of(2)])[0] == 1
+    assert shell.core.lookup(shell.now, realm, [key_of(1), key_of(2)])[0] == 1
     assert shell.get(session, realm, [key_of(1)]) == [0]
     shell.evict(realm, [key_of(1)])
-    assert shell.core.lookup(realm, [key_of(1)])[0] == 0
+    assert shell.core.lookup(shell.now, realm, [key_of(1)])[0] == 0
     assert shell.core.state.pools[Tier.CPU].used_bytes == 4096 + 12_288 + 4096, "only the open one is left"
     shell.check()
 
@@ -228,7 +228,7 @@ def test_evicted_while_it_is_written() -> None:
     again = shell.save(two, realm, [key_of(1)])
     assert again.outcomes == [GRANTED] and again.slots != grant.slots
     assert shell.commit(grant.ticket_id) == []
-    assert shell.core.lookup(realm, [key_of(1)])[0] == 0
+    assert shell.core.lookup(shell.now, realm, [key_of(1)])[0] == 0
     assert [b.key for b in shell.commit(again.ticket_id)] == [key_of(1)]
     assert shell.core.state.copies[Tier.CPU] == 1
     shell.check()

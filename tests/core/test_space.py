@@ -10,7 +10,7 @@ from kvtierd.core.commands import Forget, StartMoves
 from kvtierd.core.realm import Tenant
 from kvtierd.core.slots import LEAVING_PAUSE_S, MAX_LEAVING_EXTENTS, NewExtent, RetireExtent
 from kvtierd.core.tier_core import BUSY, GRANTED, TierCore
-from kvtierd.model import Namespace, Result, Tier, slot_extent
+from kvtierd.model import NO_END, Namespace, Result, Tier, slot_extent
 from tests.core.shell import KIB, Shell, config, key_of
 from tests.core.test_load import keys, on_nvme
 
@@ -40,7 +40,7 @@ def test_commands_come_in_an_order_that_works() -> None:
             core.move_done(float(i), move_id, Result.OK)
         core.drain(float(i), on=False)
         core.check()
-    assert core.lookup(realm, keys(0))[0] == 0
+    assert core.lookup(9.0, realm, keys(0))[0] == 0
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -66,7 +66,7 @@ def test_colder_realm_gives_up_an_extent(late: bool) -> None:
         assert shell.save(other, hot, keys(100)).outcomes == [BUSY], "the memory is still mapped somewhere"
         shell.release_all()
     assert shell.put(other, hot, keys(100)).outcomes == [GRANTED]
-    assert shell.core.lookup(cold, keys(*range(64)), each=True)[0] == 64, "nothing is lost"
+    assert shell.core.lookup(shell.now, cold, keys(*range(64)), each=True)[0] == 64, "nothing is lost"
     assert sum(shell.tiers(cold, key_of(i)) == "n" for i in range(64)) == 16, "no more than an extent"
     shell.check()
 
@@ -109,7 +109,7 @@ def test_hot_extents_stay() -> None:
     for i in range(16, 30):
         shell.now = 2.0 + i / 100
         assert shell.put(mine, cold, keys(i)).outcomes == [GRANTED]
-    assert shell.core.lookup(warm, keys(*range(16)), each=True)[0] == 16
+    assert shell.core.lookup(shell.now, warm, keys(*range(16)), each=True)[0] == 16
     assert len(shell.extents) == 2
 
 
@@ -301,14 +301,14 @@ def test_recovery() -> None:
     for extent_id in (3, 7):
         shell.extents[(Tier.NVME, extent_id)] = NewExtent(Tier.NVME, extent_id, -1, 0, 8192, 4)
     rows = [
-        (one.realm_id, key_of(1), 11, (3 << 32 | 0,)),
-        (one.realm_id, key_of(2), 12, (3 << 32 | 2,)),
-        (two.realm_id, key_of(1), 13, (3 << 32 | 3, 7 << 32 | 1)),
+        (one.realm_id, key_of(1), 11, (3 << 32 | 0,), NO_END),
+        (one.realm_id, key_of(2), 12, (3 << 32 | 2,), NO_END),
+        (two.realm_id, key_of(1), 13, (3 << 32 | 3, 7 << 32 | 1), NO_END),
     ]
-    double = (one.realm_id, key_of(1), 9, (7 << 32 | 3,))
+    double = (one.realm_id, key_of(1), 9, (7 << 32 | 3,), NO_END)
     assert core.recover_blocks(5.0, [*rows, double]) == [double]
     core.recovered(20, 9)
-    for realm_id, key, generation, slots in rows:
+    for realm_id, key, generation, slots, _ in rows:
         realm = core.state.realms[realm_id]
         shell.version[(realm_id, key)] = 1
         shell.disk[(realm_id, key, generation)] = slots

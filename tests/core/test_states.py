@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from kvtierd.core import block, commands, movement, realm, slots, space, state, tickets, tier_core
+from kvtierd.core import adoption, block, commands, expiry, movement, pins, realm, slots, space, state, tickets, tier_core
 from kvtierd.core.block import TRANSITIONS, Block, Copy, CopyState, LruList
 from kvtierd.core.state import CoreState
 from kvtierd.model import Tier
@@ -49,10 +49,13 @@ def test_states_change_in_the_mutator_only() -> None:
 
     Method: find the assignments in the sources.
     """
-    text = "".join(inspect.getsource(m) for m in (block, commands, movement, realm, slots, space, state, tickets, tier_core))
+    text = "".join(
+        inspect.getsource(m)
+        for m in (adoption, block, commands, expiry, movement, pins, realm, slots, space, state, tickets, tier_core)
+    )
     assert len(re.findall(r"\bcopy\.state = |\b(?:source|target|owner|victim|upper)\.state = ", text)) == 2
     assert "copy.state = finish" in inspect.getsource(CoreState.set_state)
-    assert "copy.state = CopyState.READY" in inspect.getsource(CoreState.adopt_blocks)
+    assert "copy.state = CopyState.READY" in inspect.getsource(adoption.adopt_blocks)
 
 
 def test_lru_list_keeps_its_order() -> None:
@@ -158,8 +161,8 @@ def test_lookup_changes_nothing() -> None:
         shell.now += 1
     keys = [key_of(1), key_of(9), key_of(2)]
     for _ in range(3):
-        assert shell.core.lookup(realm, keys) == (1, bytes([Tier.CPU.bit]))
-        assert shell.core.lookup(realm, keys, each=True) == (2, bytes([Tier.CPU.bit, 0, Tier.CPU.bit]))
+        assert shell.core.lookup(shell.now, realm, keys) == (1, bytes([Tier.CPU.bit]))
+        assert shell.core.lookup(shell.now, realm, keys, each=True) == (2, bytes([Tier.CPU.bit, 0, Tier.CPU.bit]))
     shell.put(session, realm, [key_of(3)])
     assert shell.tiers(realm, key_of(1)) == "" and shell.tiers(realm, key_of(2)) == "c"
 

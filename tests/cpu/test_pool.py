@@ -380,3 +380,20 @@ def test_numa_nodes_are_read_from_the_system(tmp_path: Path) -> None:
     assert cpu._numa_nodes(path) == [0]
     path.write_text("0-1,4\n")
     assert cpu._numa_nodes(path) == [0, 1, 4]
+
+
+def test_pages_that_the_kernel_keeps_count_until_the_last_process_has_gone(
+    bare: CpuPool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_fd: int, _size_bytes: int) -> None:
+        raise OSError(95, "not supported")
+
+    monkeypatch.setattr("kvtierd.tiers.cpu.punch", refuse)
+    bare.create(1, 4096, 4)
+    assert bare.has_extent(1)
+    bare.retire(1)
+    assert not bare.has_extent(1)
+    assert bare.reserved_bytes == 4 * 4096
+    assert "extent 1 keeps its pages" in caplog.text
+    bare.released(1)
+    assert bare.reserved_bytes == 0

@@ -55,7 +55,11 @@ def page_bytes_of(fd: int) -> int:
 
 def memfd_page_bytes() -> int:
     """Bytes of all pages in this process's memfds of the pool."""
-    return sum(page_bytes_of(fd) for fd in memfds())
+    total = 0
+    for fd in memfds():
+        with contextlib.suppress(OSError):  # another thread may have closed it meanwhile
+            total += page_bytes_of(fd)
+    return total
 
 
 class Authority:

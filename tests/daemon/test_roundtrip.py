@@ -135,3 +135,6 @@ def test_tenants_do_not_see_each_other(make_daemon: MakeDaemon, make_client: Mak
     assert bob.evict(keys) == 0
     assert bob.pin(keys, 10).pinned == 0
     assert alice.lookup(keys).held == 2
+    # On one unix socket any client may act for any tenant.
+    assert bob.evict(keys[:1], tenant="alice") > 0
+    assert bob.lookup(keys, each=True, tenant="alice").held == alice.lookup(keys, each=True).held == 1

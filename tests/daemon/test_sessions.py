@@ -18,12 +18,13 @@ import pytest
 from kvtierd import PROTOCOL_VERSION
 from kvtierd.client import Client
 from kvtierd.errors import Reason
-from kvtierd.model import Namespace
+from kvtierd.model import MAX_TTL_S, Namespace
 from kvtierd.testing.daemon import DaemonProcess
 from kvtierd.v1 import kvtier_pb2 as kv
 from kvtierd.v1 import kvtier_pb2_grpc
 from tests.daemon.conftest import MIB
 
+MAX_TTL_MS = int(MAX_TTL_S * 1000)
 MakeDaemon = Callable[..., DaemonProcess]
 MakeClient = Callable[..., Client]
 
@@ -130,6 +131,11 @@ def test_calls_with_bad_arguments_are_refused(make_daemon: MakeDaemon, make_clie
         assert "UNKNOWN_TICKET" in reason(stub.Commit, kv.CommitRequest(session=token, ticket=grant.ticket))
         assert "UNKNOWN_TICKET" in reason(stub.Release, kv.ReleaseRequest(session=token, ticket=grant.ticket))
         assert "BAD_REQUEST" in reason(stub.Pin, kv.PinRequest(session=token, keys=b"k" * 32, expires_s=-1))
+        for ttl_ms in (MAX_TTL_MS + 1, 2**64 - 1):
+            assert "BAD_REQUEST" in reason(stub.Save, kv.SaveRequest(session=token, keys=b"t" * 32, ttl_ms=ttl_ms))
+            part = kv.SaveBytesRequest(session=token, key=b"t" * 32, data=b"x", ttl_ms=ttl_ms)
+            assert "BAD_REQUEST" in reason(stub.SaveBytes, iter([part]))
+        assert stub.Save(kv.SaveRequest(session=token, keys=b"k" * 32, ttl_ms=MAX_TTL_MS), timeout=10).outcomes == [2], "held"
         assert stub.Lookup(kv.LookupRequest(session=token), timeout=10).held == 0, "no keys is no error"
         assert stub.Save(kv.SaveRequest(session=token), timeout=10).ticket == 0
     assert client.lookup([b"k" * 32]).held == 1

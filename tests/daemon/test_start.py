@@ -38,7 +38,7 @@ def refuse(daemon: DaemonProcess) -> str:
         ({"cpu": {"capacity": "900TiB"}}, ["cpu.capacity"]),
         ({"nvme": {"capacity": "900TiB"}}, ["nvme.capacity"]),
         ({"nvme": {"folders": ["/proc/kvtierd"]}}, ["/proc/kvtierd"]),
-        ({"server": {"listen": "127.0.0.1:0"}}, ["insecure"]),
+        ({"server": {"listen": "127.0.0.1:9460"}}, ["insecure"]),
         ({"server": {"socket": "/tmp/" + "x" * 120}}, ["server.socket"]),
         ({"hbm": {"capacity": "1GiB"}}, ["hbm.capacity"]),
     ],

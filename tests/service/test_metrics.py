@@ -101,8 +101,8 @@ def test_names_follow_the_rules(metrics: Metrics) -> None:
 
 
 def test_both_formats_parse(metrics: Metrics) -> None:
-    metrics.hit('we"ird\n\\', Tier.CPU)
-    assert value(metrics, "hits_total", tenant='we"ird\n\\', tier="cpu") == 1
+    metrics.lookup('we"ird\n\\', 1, 1)
+    assert value(metrics, "lookups_total", tenant='we"ird\n\\') == 1
     text = openmetrics_text.generate_latest(metrics.registry).decode()  # type: ignore[no-untyped-call]
     families = list(openmetrics_parser.text_string_to_metric_families(text))  # type: ignore[no-untyped-call]
     assert len(families) == len(metrics.collect())
@@ -122,17 +122,12 @@ def test_two_daemons_cannot_share_a_registry(metrics: Metrics) -> None:
         (lambda m: m.lookup("default", 3, 5), "lookups_total", {"tenant": "default"}, 1),
         (lambda m: m.lookup("default", 3, 5), "lookup_keys_total", {"tenant": "default", "result": "held"}, 3),
         (lambda m: m.lookup("default", 3, 5), "lookup_keys_total", {"tenant": "default", "result": "absent"}, 2),
-        (lambda m: m.hit("default", Tier.NVME, 4), "hits_total", {"tenant": "default", "tier": "nvme"}, 4),
-        (lambda m: m.miss("default", 4), "misses_total", {"tenant": "default"}, 4),
         (lambda m: m.saved("default", 2, 9), "saved_blocks_total", {"tenant": "default", "path": "shm"}, 2),
         (lambda m: m.saved("default", 2, 9, "grpc", 0.1), "saved_bytes_total", {"tenant": "default", "path": "grpc"}, 9),
         (lambda m: m.saved("default", 2, 9, "grpc", 0.1), "save_seconds_count", {"path": "grpc"}, 1),
         (lambda m: m.loaded("default", 2, 9), "loaded_blocks_total", {"tenant": "default", "path": "shm"}, 2),
         (lambda m: m.loaded("default", 2, 9, "pigeon"), "loaded_bytes_total", {"tenant": "default", "path": "other"}, 9),
         (lambda m: m.loaded("default", 2, 9, "shm", 0.1), "load_seconds_sum", {"path": "shm"}, 0.1),
-        (lambda m: m.evicted(Tier.CPU, "ttl", 3), "evictions_total", {"tier": "cpu", "reason": "ttl"}, 3),
-        (lambda m: m.evicted(Tier.CPU, "io_error"), "evictions_total", {"tier": "cpu", "reason": "io"}, 1),
-        (lambda m: m.evicted(Tier.CPU, "boredom"), "evictions_total", {"tier": "cpu", "reason": "other"}, 1),
         (lambda m: m.rejected(Reason.QUOTA, 2), "rejections_total", {"reason": "quota"}, 2),
         (lambda m: m.rejected("BUSY"), "rejections_total", {"reason": "busy"}, 1),
         (lambda m: m.rejected("IN_PROGRESS"), "rejections_total", {"reason": "other"}, 1),
@@ -150,6 +145,12 @@ def test_two_daemons_cannot_share_a_registry(metrics: Metrics) -> None:
         (lambda m: m.io_error(Tier.NVME, "fsync"), "io_errors_total", {"tier": "nvme", "op": "other"}, 1),
         (lambda m: m.nvme_totals(7, 5), "nvme_written_bytes_total", {}, 7),
         (lambda m: m.nvme_totals(5, 7), "nvme_read_bytes_total", {}, 7),
+        (lambda m: m.nvme_totals(0, 0, 3, 4), "nvme_calls_total", {"op": "write"}, 3),
+        (lambda m: m.nvme_totals(0, 0, 3, 4), "nvme_calls_total", {"op": "read"}, 4),
+        (lambda m: m.folder_errors({"/a": 2, "/b": 0}), "nvme_folder_errors_total", {"folder": "/a"}, 2),
+        (lambda m: m.folder_errors({"/a": 2, "/b": 0}), "nvme_folder_errors_total", {"folder": "/b"}, 0),
+        (lambda m: m.nvme_engine("kvikio"), "nvme_engine", {"engine": "kvikio"}, 1),
+        (lambda m: m.nvme_engine("kvikio"), "nvme_engine", {"engine": "threads"}, 0),
         (lambda m: m.checkpoint(False), "checkpoints_total", {"result": "error"}, 1),
         (lambda m: m.session_opened(), "sessions_opened_total", {}, 1),
         (lambda m: m.loop_lag(0.5), "event_loop_lag_seconds_count", {}, 1),
@@ -166,16 +167,10 @@ def test_each_method_counts(
     assert value(metrics, name, **labels) == expected
 
 
-def test_moves(metrics: Metrics) -> None:
-    metrics.moved(Tier.CPU, Tier.NVME, 3, 300, 0.02)
-    metrics.moved(Tier.NVME, Tier.CPU, 2, 200, 0.01, ok=False)
-    down = {"direction": "demote", "src": "cpu", "dst": "nvme"}
-    up = {"direction": "promote", "src": "nvme", "dst": "cpu"}
-    assert value(metrics, "moved_blocks_total", **down) == 3
-    assert value(metrics, "moved_bytes_total", **down) == 300
-    assert value(metrics, "moved_blocks_total", **up) == 0
-    assert value(metrics, "move_failures_total", **up) == 2
-    assert value(metrics, "move_seconds_count", **up) == 1
+def test_the_time_of_moves(metrics: Metrics) -> None:
+    metrics.move_seconds(Tier.NVME, Tier.CPU, 0.01)
+    assert value(metrics, "move_seconds_count", direction="promote", src="nvme", dst="cpu") == 1
+    assert value(metrics, "move_seconds_count", direction="demote", src="cpu", dst="nvme") == 0
 
 
 def test_buckets_are_cumulative_and_include_their_bound(metrics: Metrics) -> None:
@@ -193,24 +188,24 @@ def test_buckets_are_cumulative_and_include_their_bound(metrics: Metrics) -> Non
 def test_tenants_past_the_limit_are_other() -> None:
     metrics = Metrics(CollectorRegistry(), tenants=["vip"])
     for n in range(MAX_TENANT_LABELS + 50):
-        metrics.hit(f"t{n}", Tier.CPU)
-    metrics.hit("vip", Tier.CPU)
+        metrics.lookup(f"t{n}", 1, 1)
+    metrics.lookup("vip", 1, 1)
     metrics.bind(Source(shot([tenant(f"t{n}") for n in reversed(range(MAX_TENANT_LABELS + 50))])))
     metrics.refresh()
     found = samples(metrics)
     names = {dict(labels)["tenant"] for (_, labels) in found if "tenant" in dict(labels)}
     assert len(names) == MAX_TENANT_LABELS + 1
     assert {"vip", "default", "other"} <= names
-    assert value(metrics, "hits_total", tenant="vip", tier="cpu") == 1
-    assert value(metrics, "hits_total", tenant="other", tier="cpu") == 52
+    assert value(metrics, "lookups_total", tenant="vip") == 1
+    assert value(metrics, "lookups_total", tenant="other") == 52
     total = sum(v for (name, _), v in found.items() if name == "kvtierd_tenant_used_bytes")
     assert total == 3 * (MAX_TENANT_LABELS + 50), "usage without a label of its own is summed, not lost"
     assert value(metrics, "tenant_quota_bytes", tenant="other", tier="cpu") == 0, "a sum of limits limits nothing"
 
 
 def test_a_tenant_called_other_takes_no_label(metrics: Metrics) -> None:
-    metrics.miss("other")
-    assert value(metrics, "misses_total", tenant="other") == 1
+    metrics.lookup("other", 0, 1)
+    assert value(metrics, "lookups_total", tenant="other") == 1
     assert "other" not in metrics._tenants
 
 
@@ -218,7 +213,6 @@ def test_series_do_not_grow_with_odd_values(metrics: Metrics) -> None:
     before = len(samples(metrics))
     for n in range(500):
         metrics.rpc(f"m{n}", f"c{n}", 0)
-        metrics.evicted(Tier.CPU, f"r{n}")
         metrics.rejected(f"r{n}")
         metrics.prefetch(f"o{n}")
         metrics.queue_wait(f"q{n}", 0)
@@ -253,6 +247,7 @@ class Counts:
     evictions: Counter[tuple[Tier, str]] = field(default_factory=Counter)
     moves: Counter[tuple[Tier, Tier, str]] = field(default_factory=Counter)
     move_bytes: Counter[tuple[Tier, Tier]] = field(default_factory=Counter)
+    failed_commands: Counter[str] = field(default_factory=Counter)
 
 
 def test_totals_of_the_core_are_taken_over(metrics: Metrics) -> None:
@@ -267,6 +262,8 @@ def test_totals_of_the_core_are_taken_over(metrics: Metrics) -> None:
         counts.moves[Tier.CPU, Tier.NVME, "ok"] += 3
         counts.moves[Tier.CPU, Tier.NVME, "no_space"] += 1
         counts.move_bytes[Tier.CPU, Tier.NVME] += 30
+        counts.failed_commands["NewExtent"] += 5
+        counts.failed_commands["Unheard"] += 6
         metrics.refresh()
         edge = {"direction": "demote", "src": "cpu", "dst": "nvme"}
         assert value(metrics, "evictions_total", tier="cpu", reason="pressure") == 2 * round_
@@ -275,6 +272,9 @@ def test_totals_of_the_core_are_taken_over(metrics: Metrics) -> None:
         assert value(metrics, "moved_blocks_total", **edge) == 3 * round_
         assert value(metrics, "moved_bytes_total", **edge) == 30 * round_
         assert value(metrics, "move_failures_total", **edge) == round_
+        assert value(metrics, "failed_commands_total", command="NewExtent") == 5 * round_
+        assert value(metrics, "failed_commands_total", command="StartMoves") == 0
+        assert value(metrics, "failed_commands_total", command="other") == 6 * round_
         assert metrics.totals()["kvtierd_evictions_total"] == 6 * round_
 
 
@@ -292,9 +292,9 @@ def test_hits_of_the_core_are_taken_over_with_its_totals() -> None:
 
 
 def test_totals_add_up_over_labels(metrics: Metrics) -> None:
-    metrics.hit("a", Tier.CPU, 2)
-    metrics.hit("b", Tier.NVME, 3)
-    assert metrics.totals()["kvtierd_hits_total"] == 5
+    metrics.lookup("a", 2, 2)
+    metrics.lookup("b", 3, 3)
+    assert metrics.totals()["kvtierd_lookup_keys_total"] == 5
     assert all(name.startswith("kvtierd_") and name.endswith("_total") for name in metrics.totals())
 
 
@@ -304,10 +304,8 @@ def test_totals_add_up_over_labels(metrics: Metrics) -> None:
 def test_an_event_costs_little(metrics: Metrics) -> None:
     """The fastest of many rounds, so that a busy host does not fail it; the limit is far above the real cost of 0.1-0.4 us."""
     feeds: list[Callable[[], None]] = [
-        lambda: metrics.hit("default", Tier.CPU),
         lambda: metrics.saved("default", 1, 10, "shm", 0.01),
-        lambda: metrics.evicted(Tier.CPU, "ttl"),
-        lambda: metrics.moved(Tier.CPU, Tier.NVME, 1, 10, 0.01),
+        lambda: metrics.move_seconds(Tier.CPU, Tier.NVME, 0.01),
         lambda: metrics.rpc("Load", 0, 0.001),
         lambda: metrics.lookup("default", 1, 2),
     ]

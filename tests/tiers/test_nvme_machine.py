@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvtierd.model import slot_id
+from kvtierd.model import NO_END, slot_id
 from kvtierd.testing.faulty_io import Fault, FaultyEngine
 from kvtierd.tiers.base import BlockIo, Result
 from kvtierd.tiers.io_engine import ThreadEngine
@@ -52,7 +52,7 @@ class Machine(RuleBasedStateMachine):
         self.engine = FaultyEngine(ThreadEngine())
         self.store: NvmeStore
         self.store, recovered = open_store(self.config, self.engine)
-        found = {key: (generation, slots) for realm_id, key, generation, slots in recovered.blocks if realm_id == 1}
+        found = {key: (generation, slots) for realm_id, key, generation, slots, _ in recovered.blocks if realm_id == 1}
         for name, where in self.held.items():
             assert found.pop(key_of(name), None) == where, f"block {name} is lost"
         allowed = {key_of(name): where for name, where in self.unsure.items()}
@@ -116,7 +116,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(parts=st.integers(1, 3))
     def checkpoint(self, parts: int) -> None:
-        listed = [(1, key_of(n), g, slots) for n, (g, slots) in self.held.items()]
+        listed = [(1, key_of(n), g, slots, NO_END) for n, (g, slots) in self.held.items()]
         chunks = [listed[i::parts] for i in range(parts)]
         assert asyncio.run(self.store.checkpoint(chunks_of(*chunks))) == len(listed)
 

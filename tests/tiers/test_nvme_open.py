@@ -139,7 +139,7 @@ def test_a_lowered_capacity_drops_whole_segments_oldest_first(tmp_path: Path, ca
     store.close()
     store, recovered = open_store(config_for(tmp_path, capacity=20 * MIB))
     assert "the oldest 2 segments" in caplog.text
-    assert [key for _, key, _, _ in recovered.blocks] == [key_of(3), key_of(4)]
+    assert [key for _, key, *_ in recovered.blocks] == [key_of(3), key_of(4)]
     assert store.used_file_bytes() <= 20 * MIB
     store.close()
 
@@ -165,7 +165,7 @@ def test_folders_may_be_added_and_taken_away(tmp_path: Path) -> None:
     assert store.write([block(REALM, 1, 2, slot_id(2, 0))]) == [Result.OK]
     store.close()
     store, recovered = open_store(config_for(b))
-    assert [key for _, key, _, _ in recovered.blocks] == [key_of(1)]
+    assert [key for _, key, *_ in recovered.blocks] == [key_of(1)]
     assert recovered.realms == [REALM]
     # Meanwhile extent 1 is used again here; the older one that comes back gives way.
     store.add_extent(1, SLOT, 2)
@@ -173,7 +173,7 @@ def test_folders_may_be_added_and_taken_away(tmp_path: Path) -> None:
     os.utime(next(a.glob("segment-1-*")), (1, 1))
     store.close()
     store, recovered = open_store(config_for(a, b))
-    assert [(key, generation) for _, key, generation, _ in recovered.blocks] == [(key_of(1), 2), (key_of(5), 9)]
+    assert [(key, generation) for _, key, generation, *_ in recovered.blocks] == [(key_of(1), 2), (key_of(5), 9)]
     assert_held(store, REALM, 5, 9, slot_id(1, 0))
     store.close()
 
@@ -190,14 +190,14 @@ def test_another_format_version_is_moved_aside_whole(
     if where == "journal":
         path = tmp_path / "journal-1.kvj"
         raw = path.read_bytes()
-        path.write_bytes(raw[:8] + (2).to_bytes(4, "little") + raw[12:])
+        path.write_bytes(raw[:8] + (3).to_bytes(4, "little") + raw[12:])
     else:
         content = json.loads((tmp_path / "pool.json").read_text())
-        (tmp_path / "pool.json").write_text(json.dumps(content | {"format_version": 2}))
+        (tmp_path / "pool.json").write_text(json.dumps(content | {"format_version": 3}))
     with caplog.at_level(logging.WARNING):
         store, recovered = open_store(config_for(tmp_path))
     assert (recovered.realms, recovered.extents, list(recovered.blocks)) == ([], [], [])
-    assert "format version 2" in caplog.text
+    assert "format version 3" in caplog.text
     aside = sorted(re.sub(r"-\d+-\d+-\d+", "", p.name) for p in tmp_path.glob("*.old-format-1"))
     assert aside == ["journal-1.kvj.old-format-1", "pool.json.old-format-1", "segment.kv.old-format-1"]
     store.close()
@@ -225,6 +225,20 @@ def test_too_many_realms_are_trimmed_to_those_with_blocks(tmp_path: Path, monkey
     store.close()
     store, recovered = open_store(config_for(tmp_path))
     assert recovered.realms == [realms[2]]
+    store.close()
+
+
+def test_realms_that_are_not_in_use_are_forgotten_when_a_new_one_comes(tmp_path: Path) -> None:
+    store, _ = open_store(config_for(tmp_path))
+    realms = [realm_of(SIZE, realm_id=n, tenant=f"t{n}") for n in range(1, 5)]
+    for realm in realms[:3]:
+        store.register_realm(realm)
+    store.register_realm(realms[3], {2, 4})
+    store.add_extent(1, SLOT, 2)
+    assert store.write([block(realms[1], 0, 1, slot_id(1, 0))]) == [Result.OK]
+    store.close()
+    store, recovered = open_store(config_for(tmp_path))
+    assert recovered.realms == [realms[1], realms[3]]
     store.close()
 
 

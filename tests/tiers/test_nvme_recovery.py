@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtierd.model import slot_id
+from kvtierd.model import NO_END, slot_id
 from kvtierd.testing.faulty_io import Fault, FaultyEngine
 from kvtierd.tiers.base import BlockIo, Recovered, RecoveredExtent, Result
 from kvtierd.tiers.io_engine import ThreadEngine
@@ -30,7 +30,7 @@ REALM = realm_of(SIZE)
 
 
 def entry(name: object, generation: int, *slots: int) -> Entry:
-    return 1, key_of(name), generation, slots
+    return 1, key_of(name), generation, slots, NO_END
 
 
 def started(folder: Path, *names: int) -> NvmeStore:
@@ -48,7 +48,7 @@ def forget(store: NvmeStore, name: object, generation: int, *slots: int) -> None
 
 def names_of(recovered: Recovered, among: int = 100) -> list[int]:
     known = {key_of(n): n for n in range(among)}
-    return [known[key] for _, key, _, _ in recovered.blocks]
+    return [known[key] for _, key, *_ in recovered.blocks]
 
 
 def journals(folder: Path) -> list[str]:
@@ -480,5 +480,5 @@ def test_a_hundred_thousand_blocks_recover_quickly_and_in_order(tmp_path: Path) 
     journal.append(b"".join(pack_record(g.to_bytes(32, "little"), g, slot_id(1, g - 1), 1, 0, 1) for g in range(2, count + 1)))
     crash(store)
     again, recovered = open_store(config_for(tmp_path, capacity=1 << 30))
-    assert [g for _, _, g, _ in recovered.blocks] == list(range(1, count + 1))
+    assert [g for _, _, g, *_ in recovered.blocks] == list(range(1, count + 1))
     again.close()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from kvtierd.model import NO_END
 from kvtierd.tiers.record import (
     RECORD_BYTES,
+    expiries_s,
     header_page,
     pack_block,
     pack_record,
@@ -49,7 +51,7 @@ def test_a_header_of_another_block_does_not_match(change: dict[str, object]) -> 
 
 
 def test_records_round_trip() -> None:
-    raw = b"".join(pack_block((7, KEY, 5, (1 << 32, 2 << 32 | 9))) + pack_removal((7, KEY, 5, (1 << 32,))))
+    raw = b"".join(pack_block((7, KEY, 5, (1 << 32, 2 << 32 | 9), 1.5)) + pack_removal((7, KEY, 5, (1 << 32,), 1.5)))
     records, intact = parse_records(raw + b"rest")
     assert intact.all()
     assert records["key"].tolist() == [KEY] * 3
@@ -58,6 +60,7 @@ def test_records_round_trip() -> None:
     assert records["shards"].tolist() == [2, 2, 0]
     assert set(records["realm"].tolist()) == {7}
     assert set(records["generation"].tolist()) == {5}
+    assert expiries_s(records).tolist() == [1.5, 1.5, NO_END], "a removal has none"
 
 
 def test_any_changed_byte_of_a_record_is_noticed() -> None:
@@ -69,13 +72,25 @@ def test_any_changed_byte_of_a_record_is_noticed() -> None:
 
 def test_the_format_on_disk_is_what_it_was() -> None:
     """A change of these bytes needs a new format version."""
-    assert pack_record(KEY, 1, 2, 3, 4, 5).hex() == (
-        KEY.hex() + "0100000000000000" + "0200000000000000" + "03000000" + "0400" + "0500" + RECORD_CHECK
+    assert pack_record(KEY, 1, 2, 3, 4, 5, 1.5).hex() == (
+        KEY.hex() + "0100000000000000" + "0200000000000000" + "dc05000000000000" + "03000000" + "0400" + "0500" + RECORD_CHECK
     )
+    assert pack_record(KEY, 1, 2, 3, 4, 5)[48:56] == b"\xff" * 8, "no expiry"
     page = header_page(PREFIX, b"hello")
     assert page[: len(PREFIX)] == PREFIX
     assert (page[len(PREFIX) : len(PREFIX) + 16].hex(), page[-8:].hex()) == PAGE_CHECKS
 
 
-RECORD_CHECK = "71b566399d2e9753"
+def test_records_of_version_1_are_read_as_without_expiry() -> None:
+    raw = bytes.fromhex(RECORD_OF_VERSION_1)
+    records, intact = parse_records(raw + b"rest", 1)
+    assert intact.all()
+    assert [records[name].item() for name in ("key", "generation", "slot", "realm", "shard", "shards")] == [KEY, 1, 2, 3, 4, 5]
+    assert expiries_s(records).tolist() == [NO_END]
+    damaged = b"".join(raw[:i] + bytes([raw[i] ^ 1]) + raw[i + 1 :] for i in range(64))
+    assert not parse_records(damaged, 1)[1].any()
+
+
+RECORD_CHECK = "0e2f4a539bac8eac"
+RECORD_OF_VERSION_1 = KEY.hex() + "0100000000000000" + "0200000000000000" + "03000000" + "0400" + "0500" + "71b566399d2e9753"
 PAGE_CHECKS = ("b5e9c1ad071b3e7fc779cfaa5e523818", "a130d183e2ad8ff5")

@@ -12,6 +12,7 @@ import pytest
 from kvtierd.core.block import Block, Copy
 from kvtierd.core.commands import Move, Priority, StartMoves
 from kvtierd.core.realm import Realm, Tenant
+from kvtierd.errors import StartupError
 from kvtierd.model import Namespace, Result, Tier
 from kvtierd.tiers.base import BlockIo
 from kvtierd.transfer.executor import BATCH_BYTES, Executor, MoveReport
@@ -80,7 +81,7 @@ def names(store: GatedStore) -> list[str]:
 
 async def test_loads_go_before_prefetches_before_demotions() -> None:
     store, reports = GatedStore(), list[MoveReport]()
-    executor = Executor(PlainMemory(), {Tier.NVME: store}, 2, reports.append)
+    executor = Executor(PlainMemory(), {Tier.NVME: store}, 2, reports.append, float)
     executor.submit(command(Priority.DEMOTE, "busy", size=BATCH_BYTES))
     executor.submit(command(Priority.LOAD, "held", size=BATCH_BYTES))
     await until(lambda: len(store.calls) == 2)
@@ -94,12 +95,12 @@ async def test_loads_go_before_prefetches_before_demotions() -> None:
     store.end.set()
     await executor.idle()
     assert len(reports) == 5
-    executor.close()
+    await executor.close()
 
 
 async def test_demotions_leave_threads_for_loads() -> None:
     store, reports = GatedStore(), list[MoveReport]()
-    executor = Executor(PlainMemory(), {Tier.NVME: store}, 4, reports.append)
+    executor = Executor(PlainMemory(), {Tier.NVME: store}, 4, reports.append, float)
     for i in range(10):
         executor.submit(command(Priority.DEMOTE, f"d{i}"))
     await until(lambda: len(store.calls) == 3)
@@ -108,28 +109,58 @@ async def test_demotions_leave_threads_for_loads() -> None:
     await until(lambda: "load" in names(store))
     store.gate.set()
     await executor.idle()
-    executor.close()
+    await executor.close()
 
 
 async def test_small_blocks_share_jobs_and_keep_their_order() -> None:
     store, reports = GatedStore(), list[MoveReport]()
     store.gate.set()
-    executor = Executor(PlainMemory(), {Tier.NVME: store}, 2, reports.append)
+    executor = Executor(PlainMemory(), {Tier.NVME: store}, 2, reports.append, float)
     executor.submit(command(Priority.DEMOTE, *[f"{i:02}" for i in range(10)], size=SIZE))
     await executor.idle()
     assert [len(keys) for _, keys in store.calls] == [4, 4, 2], "about 4 MiB a job"
     assert names(store) == [f"{i:02}" for i in range(10)]
     assert sorted(m.move_id for r in reports for m, _ in r.results) == list(range(10)), "each is reported once"
-    executor.close()
+    await executor.close()
 
 
 async def test_a_store_that_raises_leaves_blocks_where_they_are(caplog: pytest.LogCaptureFixture) -> None:
     store, reports = GatedStore(), list[MoveReport]()
     store.gate.set()
     store.fail_with = RuntimeError("a bug")
-    executor = Executor(PlainMemory(), {Tier.NVME: store}, 2, reports.append)
+    executor = Executor(PlainMemory(), {Tier.NVME: store}, 2, reports.append, float)
     executor.submit(command(Priority.LOAD, "x"))
     await executor.idle()
     assert [result for r in reports for _, result in r.results] == [Result.IO_ERROR]
     assert "a bug" in caplog.text
-    executor.close()
+    await executor.close()
+
+
+async def test_moves_that_come_after_the_end_are_dropped_quietly(caplog: pytest.LogCaptureFixture) -> None:
+    store, reports = GatedStore(), list[MoveReport]()
+    executor = Executor(PlainMemory(), {Tier.NVME: store}, 2, reports.append, float)
+    executor.submit(command(Priority.LOAD, "running"))
+    await until(lambda: len(store.calls) == 1)
+    closing = asyncio.ensure_future(executor.close())
+    await asyncio.sleep(0)
+    executor.submit(command(Priority.LOAD, "late"))  # as the report of a move that ends meanwhile may ask for
+    store.gate.set()
+    await closing
+    executor.submit(command(Priority.LOAD, "later"))
+    await until(lambda: len(reports) == 1)
+    assert names(store) == ["running"]
+    assert (executor.running, executor.queued) == (0, 0)
+    assert not caplog.records
+
+
+async def test_too_few_threads_are_noticed_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, left = threading.Thread.start, iter(range(3))
+
+    def start_some(thread: threading.Thread) -> None:
+        if next(left, None) is None:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_some)
+    with pytest.raises(StartupError, match=r"8 threads.*ulimit -u.*lower nvme.depth"):
+        Executor(PlainMemory(), {}, 8, lambda _report: None, float)

@@ -1,0 +1,63 @@
+"""Pins: copies that an operator or a client keeps in place until a time, beyond the end of its session."""
+
+from __future__ import annotations
+
+from kvtierd.core.alarms import Alarms
+from kvtierd.core.block import ready_copy
+from kvtierd.core.realm import Realm
+from kvtierd.core.state import CoreState
+from kvtierd.core.tickets import PinTicket
+from kvtierd.errors import Reason, RequestError
+
+
+class Pins:
+    """Open pins over a :class:`CoreState`."""
+
+    def __init__(self, state: CoreState, alarms: Alarms) -> None:
+        self._state = state
+        self._alarms = alarms
+        self.open: dict[int, PinTicket] = {}
+        """By ticket id."""
+
+    def pin(self, now: float, realms: list[Realm], keys: list[bytes], expires_s: float) -> PinTicket:
+        """Keep the fastest copy of each held key in place until ``expires_s`` (a time, not a duration).
+
+        The realms are one tenant's when a client asks; an operator may name several.
+
+        Raises:
+            RequestError: LIMIT when pins would hold more than their share of a tier.
+        """
+        state = self._state
+        found = (realm.index.get(key) for realm in realms for key in dict.fromkeys(keys))
+        copies = [ready_copy(block) for block in found if block is not None and block.mask and block.expires_s > now]
+        size = [0, 0, 0]
+        for copy in copies:
+            size[copy.tier] += copy.block.realm.tier_bytes[copy.tier]
+        for tier in state.tiers:
+            held = sum(p.size_bytes[tier] for p in self.open.values())
+            limit = int(state.config.max_ticket_share * state.config.capacity_bytes[tier])
+            if size[tier] and held + size[tier] > limit:
+                would = held + size[tier]
+                raise RequestError(
+                    Reason.LIMIT, f"pins would hold {would} bytes of {tier.name}; at most {limit}: unpin or pin fewer keys"
+                )
+        ticket = PinTicket(next(state.ids), {r.tenant.name for r in realms}, copies, expires_s, size)
+        for copy in copies:
+            state.pin(copy)
+        if copies:
+            self.open[ticket.ticket_id] = ticket
+            self._alarms.set(expires_s, ticket.ticket_id)
+        return ticket
+
+    def unpin(self, now: float, ticket_id: int, tenant: str | None) -> None:
+        """Take a pin back. Raises RequestError UNKNOWN_TICKET when it expired, or is another tenant's."""
+        ticket = self.open.get(ticket_id)
+        if ticket is None or (tenant is not None and ticket.tenants != {tenant}):
+            raise RequestError(Reason.UNKNOWN_TICKET, f"pin {ticket_id} is not there: it expired or was taken back")
+        self.drop(now, ticket)
+
+    def drop(self, now: float, ticket: PinTicket) -> None:
+        """End a pin, if it has not ended yet."""
+        if self.open.pop(ticket.ticket_id, None) is not None:
+            for copy in ticket.copies:
+                self._state.unpin(now, copy)

@@ -1,0 +1,68 @@
+"""What crosses a restart: taking over the blocks found on NVMe, and listing those that a snapshot is to name."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import AsyncIterator
+from typing import Final
+
+from kvtierd.core.tier_core import TierCore
+from kvtierd.model import NO_END
+from kvtierd.runtime.wallclock import WallClock
+from kvtierd.tiers.base import BlockIo
+from kvtierd.tiers.nvme import NvmeStore
+from kvtierd.tiers.record import Entry
+
+log = logging.getLogger(__name__)
+
+RECOVER_CHUNK: Final = 20_000
+SNAPSHOT_CHUNK: Final = 4096
+"""Copies gathered for a snapshot in one go of the event loop."""
+
+
+async def recover(core: TierCore, store: NvmeStore, clock: WallClock) -> int:
+    """Give a fresh core what a store still holds, but for what has expired meanwhile.
+
+    Returns:
+        The first generation that was not in use before.
+
+    Raises:
+        OSError: a journal cannot be read.
+    """
+    began_s = time.monotonic()
+    found = await asyncio.to_thread(store.recover)
+    now = clock.now()
+    for info in found.realms:
+        core.open_realm(info.tenant, info.namespace, info.realm_id)
+    for extent in found.extents:
+        core.recover_extent(extent.extent_id, extent.slot_bytes, extent.slot_count)
+    count = expired = 0
+    rows = iter(found.blocks)
+    while chunk := list(itertools.islice(rows, RECOVER_CHUNK)):
+        kept = [row if row[4] == NO_END else (*row[:4], clock.on_core(row[4])) for row in chunk]
+        gone = [row for row in kept if row[4] <= now]
+        kept = [row for row in kept if row[4] > now] if gone else kept
+        doubles = core.recover_blocks(now, kept)
+        store.forget([BlockIo(*row[:4], ()) for row in (*doubles, *gone)])
+        count += len(kept)
+        expired += len(gone)
+        await asyncio.sleep(0)
+    core.recovered(found.next_generation, found.next_extent_id)
+    core.state.story.clear()
+    log.info("recovered %d blocks from NVMe in %.2f s", count, time.monotonic() - began_s)
+    if expired:
+        log.info("%d blocks on NVMe had expired meanwhile and were forgotten", expired)
+    return found.next_generation
+
+
+async def snapshot_chunks(core: TierCore, clock: WallClock) -> AsyncIterator[list[Entry]]:
+    """NVMe copies in portions. Changes between portions are in the journal, which began before the first."""
+    for realm in list(core.state.realms.values()):
+        keys = list(realm.index)
+        for start in range(0, len(keys), SNAPSHOT_CHUNK):
+            entries = core.nvme_entries(realm, keys[start : start + SNAPSHOT_CHUNK])
+            yield [row if row[4] == NO_END else (*row[:4], clock.on_wall(row[4])) for row in entries]
+            await asyncio.sleep(0)
