@@ -20,11 +20,16 @@ PROTOC := $(BIN)/python -m grpc_tools.protoc -I proto
 BASELINE := proto/baseline.binpb
 
 PYTEST := $(BIN)/python -m pytest
+# Engines are tested in environments of their own: they decide on torch, protobuf and much else.
+VLLM_VERSION ?= 0.32.0
+VLLM_OLDEST := 0.23.0
+VLLM_VENV := .venv-vllm
+VLLM_OLDEST_VENV := .venv-vllm-oldest
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 TEST_ARGS ?=
 
-.PHONY: help venv demo test test-slow test-helm lint format proto proto-check proto-baseline bench bench-peers build clean
+.PHONY: help venv demo test test-slow test-helm test-vllm test-vllm-oldest lint format proto proto-check proto-baseline bench bench-peers build clean
 
 help: ## show this list
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)$$/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -58,6 +63,14 @@ test-slow: $(DEV) ## run the slow tests, those of the Helm chart apart
 
 test-helm: $(DEV) ## render the Helm chart and check the manifests
 	$(PYTEST) tests/helm $(TEST_ARGS)
+
+test-vllm: ## run the connector inside real vLLM engines on CPU, in an environment of their own
+	@bash tests/vllm/install.sh $(VLLM_VENV) $(VLLM_VERSION) $(PYTHON)
+	$(VLLM_VENV)/bin/python -m pytest -m "not gpu" tests/vllm tests/connectors $(TEST_ARGS)
+
+test-vllm-oldest: ## the same with the oldest vLLM that is supported
+	@bash tests/vllm/install.sh $(VLLM_OLDEST_VENV) $(VLLM_OLDEST) $(PYTHON)
+	$(VLLM_OLDEST_VENV)/bin/python -m pytest -m "not gpu" tests/vllm tests/connectors $(TEST_ARGS)
 
 lint: $(DEV) ## ruff, mypy and the import contracts
 	$(BIN)/ruff check .
@@ -95,5 +108,5 @@ build: $(DEV) ## build and check the source distribution and the wheel
 	$(BIN)/python -m twine check --strict dist/*
 
 clean: ## remove what make has made
-	rm -rf $(VENV) build dist out .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_OLDEST_VENV) build dist out .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find kvtierd tests loadtest -name __pycache__ -type d -prune -exec rm -rf {} +

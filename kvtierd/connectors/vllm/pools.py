@@ -1,0 +1,73 @@
+"""The engine's connection to the daemon: one client for each pool, made once the ranks' layouts are known."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from kvtierd.client import BreakerState, Client
+from kvtierd.connectors.vllm.hashes import resolve_hashing
+from kvtierd.connectors.vllm.identity import EnginePlan, engine_plan
+from kvtierd.connectors.vllm.metadata import Rank, RankLayout, SessionInfo
+from kvtierd.connectors.vllm.settings import Settings
+
+log = logging.getLogger("vllm.kvtierd")
+
+
+class Pools:
+    """Plan and clients of one engine.
+
+    Args:
+        vllm_config: of the engine.
+        layouts: of every rank.
+        settings: of the connector.
+        engine_id: for the daemon's status.
+
+    Raises:
+        UnsupportedLayoutError: the engine cannot be served.
+        ValueError: the daemon's address is malformed.
+    """
+
+    def __init__(self, vllm_config: Any, layouts: Mapping[Rank, RankLayout], settings: Settings, engine_id: str) -> None:
+        algorithm, self.hashes_usable = resolve_hashing(vllm_config)
+        self.plan: EnginePlan = engine_plan(vllm_config, layouts, settings, algorithm)
+        self._told: dict[int, bytes] = {}
+        name = f"vllm {vllm_config.model_config.model} {engine_id}"
+        on_gpu = vllm_config.device_config.device_type not in ("cpu", "")
+        self.clients = [
+            Client(
+                namespace,
+                settings.address or None,
+                settings.tenant,
+                settings.lookup_timeout_ms / 1000,
+                name[:64],
+                pins_memory=on_gpu,
+            )
+            for namespace in self.plan.namespaces
+        ]
+
+    @property
+    def attached(self) -> bool:
+        """Whether every client has a session that works."""
+        return all(client.status.attached for client in self.clients)
+
+    @property
+    def reachable(self) -> bool:
+        """Whether calls go to the daemon: it is attached, or the very first attach is under way."""
+        return all(client.status.breaker is BreakerState.CLOSED for client in self.clients)
+
+    def new_sessions(self) -> list[SessionInfo]:
+        """Sessions that began since the last call, for the workers to join."""
+        fresh = []
+        for pool, client in enumerate(self.clients):
+            token, socket = client.session_token, client.descriptor_socket
+            if token and socket and self._told.get(pool) != token:
+                self._told[pool] = token
+                fresh.append(SessionInfo(pool, token, socket, self.plan.replicated[pool]))
+        return fresh
+
+    def close(self) -> None:
+        """End the sessions."""
+        for client in self.clients:
+            client.close()

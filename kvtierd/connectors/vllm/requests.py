@@ -1,0 +1,72 @@
+"""What the scheduler's side knows about one request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvtierd.client import Prefetch
+from kvtierd.connectors.lmcache import RequestSettings
+from kvtierd.connectors.vllm.lookups import Lookup
+
+
+@dataclass(slots=True)
+class Load:
+    """A load that was promised and allocated."""
+
+    job_id: int
+    lookup: Lookup | None
+    """What pins the blocks; None for a load that is only reported as failed."""
+    chunks: tuple[int, int]
+    """First and one past the last chunk."""
+    tokens_by_tier: dict[str, int]
+    started_s: float
+
+
+@dataclass(slots=True)
+class RequestState:
+    """State of one request. Times are monotonic seconds.
+
+    Attributes:
+        request: vLLM's.
+        settings: what its ``kv_transfer_params`` say.
+        tenant: who is billed.
+        bypass: no cache for this request any more (a load failed, or its parameters cannot be used).
+        block_ids: the engine's blocks, one list a KV cache group, as last told.
+        lookup: asked and not yet used.
+        promised_s: when the lookup's hit was last promised; 0 when it was not.
+        missed: the number of the first chunk that a lookup did not find, and when.
+        prefetch: running ahead of the lookup.
+        asked: vLLM has asked about this request.
+        asked_s: when it last did.
+        queued_s: since when the request waits for its turn to ask the daemon; 0 when it does not.
+        load: under way.
+        next_chunk: first chunk that was not yet handed to the saves.
+        sources: tokens of its load by tier.
+        stale: it began before a reset, so its blocks must not be saved under new keys.
+    """
+
+    request: Any
+    settings: RequestSettings
+    tenant: str
+    bypass: bool = False
+    block_ids: tuple[list[int], ...] = ()
+    lookup: Lookup | None = None
+    promised_s: float = 0.0
+    missed: tuple[int, float] | None = None
+    prefetch: Prefetch | None = None
+    asked: bool = False
+    asked_s: float = 0.0
+    queued_s: float = 0.0
+    load: Load | None = None
+    next_chunk: int = 0
+    sources: dict[str, int] = field(default_factory=dict)
+    stale: bool = False
+
+
+def tenant_of(settings: RequestSettings, cache_salt: str | None, salt_tenants: Mapping[str, str]) -> str:
+    """The request's tenant: named by its parameters, else by its salt; empty means the connector's own."""
+    if settings.tenant:
+        return str(settings.tenant)
+    return str(salt_tenants.get(cache_salt, "")) if cache_salt else ""

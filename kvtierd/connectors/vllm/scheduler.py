@@ -1,0 +1,378 @@
+"""The scheduler's side: what vLLM's scheduler asks at each step, answered without ever waiting for the daemon.
+
+One request's way: ``arrived`` (prefetch from NVMe while it queues) → ``matched`` (a lookup; "ask again" until the hit is in CPU
+memory and pinned) → ``allocated`` (the load becomes a job) → ``build`` hands jobs to the workers → ``output`` (every rank has
+reported; pins are given back, saves are committed) → ``finished``.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Final
+
+from kvtierd.connectors.lmcache import request_settings
+from kvtierd.connectors.vllm.background import Background
+from kvtierd.connectors.vllm.context import Context
+from kvtierd.connectors.vllm.gate import Gate, Steps
+from kvtierd.connectors.vllm.hashes import Keys
+from kvtierd.connectors.vllm.layout import UnsupportedLayoutError
+from kvtierd.connectors.vllm.loads import Loads
+from kvtierd.connectors.vllm.metadata import KvtierdMetadata, KvtierdWorkerMetadata, Rank, RankLayout
+from kvtierd.connectors.vllm.pools import Pools
+from kvtierd.connectors.vllm.requests import RequestState, tenant_of
+from kvtierd.connectors.vllm.saves import Saves
+from kvtierd.connectors.vllm.settings import Settings
+from kvtierd.errors import KvtierdError
+
+LOOKUP_THREADS: Final = 8
+CALL_THREADS: Final = 4
+MAX_TRACES: Final = 5
+
+log = logging.getLogger("vllm.kvtierd")
+
+
+class SchedulerSide:
+    """State of all requests. Methods run on the engine's thread and do not block; they may raise, the caller guards.
+
+    Args:
+        vllm_config: of the engine.
+        kv_cache_config: of the engine.
+        settings: of the connector.
+        selective: this vLLM tells which blocks have left a window, and takes failed loads by request.
+        keeps_stepping: this vLLM goes on stepping for saves that are under way.
+    """
+
+    def __init__(
+        self, vllm_config: Any, kv_cache_config: Any, settings: Settings, *, selective: bool, keeps_stepping: bool
+    ) -> None:
+        self._config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._settings = settings
+        self._selective = selective
+        self._keeps_stepping = keeps_stepping
+        self.counts: Counter[str] = Counter()
+        self._layouts: dict[Rank, RankLayout] = {}
+        self._pools: Pools | None = None
+        self._block_pool: Any = None
+        self._disabled = ""
+        self._ctx: Context | None = None
+        self._saves: Saves | None = None
+        self._loads = Loads()
+        self._requests: dict[str, RequestState] = {}
+        self._arrivals: list[str] = []
+        self._kept: dict[str, None] = {}
+        self._steps = Steps()
+        self._failures = 0
+        self._building = KvtierdMetadata()
+        self._lookups = Background(LOOKUP_THREADS, "kvtierd-lookup")
+        self._calls = Background(CALL_THREADS, "kvtierd-call")
+
+    # ---- start and end
+
+    def learn(self, layouts: Mapping[Rank, RankLayout]) -> None:
+        """Ranks tell how their KV cache lies in memory. Once all have, the daemon is attached to."""
+        self._layouts |= layouts
+        parallel = self._config.parallel_config
+        if self._pools or self._disabled or len(self._layouts) < parallel.tensor_parallel_size * parallel.pipeline_parallel_size:
+            return
+        try:
+            pools = Pools(self._config, self._layouts, self._settings, str(self._config.kv_transfer_config.engine_id))
+        except (UnsupportedLayoutError, ValueError, KvtierdError) as e:
+            self.disable(str(e))
+            return
+        if pools.plan.selective and not self._selective:
+            pools.close()
+            self.disable("this vLLM is too old for models with several KV cache groups or sliding windows: use a newer one")
+            return
+        self._pools = pools
+        self._begin()
+        plan = pools.plan
+        log.info(
+            "kvtierd: blocks of %d tokens and %.2f MiB in %d KV cache groups; %s hashes",
+            plan.chunk_tokens,
+            sum(plan.block_bytes(g.pool) for g in plan.groups) / 2**20,
+            len(plan.groups),
+            "the engine's" if pools.hashes_usable else "its own chain of",
+        )
+
+    def bind_block_pool(self, block_pool: Any) -> None:
+        """vLLM's pool of blocks, in which saves hold theirs."""
+        self._block_pool = block_pool
+        self._begin()
+
+    def _begin(self) -> None:
+        pools = self._pools
+        if pools is None or self._block_pool is None or self._ctx is not None:
+            return
+        plan = pools.plan
+        keys = Keys(plan.chunk_tokens, self._hash_tokens(), len(plan.groups), own_chain=not pools.hashes_usable)
+        listening = getattr(getattr(self._config, "kv_events_config", None), "enable_kv_cache_events", False)
+        self._ctx = Context(
+            self._settings,
+            pools,
+            keys,
+            Gate(),
+            self.counts,
+            self._calls,
+            self._lookups,
+            self._block_pool,
+            [] if listening else None,
+        )
+        self._saves = Saves(self._ctx)
+
+    def _hash_tokens(self) -> int:
+        given = getattr(self._kv_cache_config, "hash_block_size", None)
+        if given:
+            return int(given)
+        from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+
+        return int(resolve_kv_cache_block_sizes(self._kv_cache_config, self._config)[1])
+
+    def disable(self, why: str) -> None:
+        """Serve without a cache from now on."""
+        if not self._disabled:
+            self._disabled = why
+            log.error("kvtierd: no KV cache is kept for this engine: %s", why)
+
+    def reset(self) -> None:
+        """Nothing saved so far may be hit any more."""
+        ctx, saves = self._ctx, self._saves
+        if ctx is None or saves is None:
+            return
+        ctx.keys.new_epoch()
+        saves.forget_recent()
+        for state in self._requests.values():
+            self._loads.drop(state)
+            state.missed = None
+            state.stale = True
+
+    def close(self) -> None:
+        """End everything."""
+        for state in self._requests.values():
+            self._loads.forget(state)
+        self._lookups.close(1.0)
+        self._calls.close(2.0)
+        if self._pools is not None:
+            self._pools.close()
+
+    # ---- a request's way
+
+    def arrived(self, request: Any) -> None:
+        """A new request was added."""
+        self._state(request)
+        if self._settings.prefetch and self._settings.loads and self._ctx is not None:
+            self._arrivals.append(request.request_id)
+
+    def _state(self, request: Any) -> RequestState:
+        state = self._requests.get(request.request_id)
+        if state is None:
+            try:
+                settings, bypass = request_settings(request.kv_transfer_params), False
+            except ValueError as e:
+                log.warning("kvtierd: request %s is served without a cache: %s", request.request_id, e)
+                settings, bypass = request_settings(None), True
+            tenant = tenant_of(settings, getattr(request, "cache_salt", None), self._settings.salt_tenants)
+            state = self._requests[request.request_id] = RequestState(request, settings, tenant, bypass)
+        return state
+
+    def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
+        """Tokens beyond ``local_tokens`` that can be loaded, and whether asynchronously; None for "ask again"."""
+        if self._ctx is None or self._disabled or not self._settings.loads:
+            return 0, False
+        return self._loads.matched(self._ctx, self._state(request), local_tokens)
+
+    def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
+        """vLLM has found blocks for a request, and loads ``external_tokens`` of them from here."""
+        state = self._state(request)
+        state.block_ids = tuple(list(ids) for ids in blocks.get_block_ids())
+        if self._ctx is not None:
+            self._loads.allocated(self._ctx, state, external_tokens)
+
+    def fail(self, request: Any, block_ids: tuple[list[int], ...], external_tokens: int) -> None:
+        """Have a promised load reported as failed, after something unexpected."""
+        state = self._state(request)
+        if state.load is None and self._ctx is not None:
+            state.block_ids = tuple(list(ids) for ids in block_ids)
+            self._loads.fail(self._ctx, state, external_tokens)
+
+    def sources(self, request: Any) -> dict[str, int]:
+        """Tokens of the request's load by tier."""
+        state = self._requests.get(request.request_id)
+        return dict(state.sources) if state is not None else {}
+
+    def finished(self, request: Any, block_ids: tuple[list[int], ...]) -> bool:
+        """A request has ended. Whether its blocks have to be kept until the workers report it as sent."""
+        request_id = request.request_id
+        state = self._requests.get(request_id)
+        if state is None:
+            return False
+        if state.load is not None:
+            self._loads.drop(state)
+            return False  # vLLM keeps its blocks until the load is reported; the state goes then
+        saves = self._saves
+        try:
+            if saves is not None and self._saving:
+                saves.collect_last(state, block_ids, int(request.num_computed_tokens))
+        finally:
+            self._forget(state)
+        if not self._keeps_stepping and saves is not None and saves.pending_for(request_id):
+            self._kept[request_id] = None
+            return True
+        return False
+
+    def _forget(self, state: RequestState) -> None:
+        self._requests.pop(state.request.request_id, None)
+        self._loads.forget(state)
+        if self._ctx is not None:
+            self._ctx.keys.forget(state.request.request_id)
+
+    # ---- each step
+
+    def build(self, output: Any) -> KvtierdMetadata:
+        """What the workers have to do in this step. After a failure in here ``emergency`` gives what there is."""
+        now = time.monotonic()
+        meta = self._building = KvtierdMetadata()
+        ctx, saves = self._ctx, self._saves
+        if ctx is not None and saves is not None:
+            meta.sessions = ctx.pools.new_sessions()
+            if meta.sessions:
+                saves.forget_recent()  # another daemon may hold other blocks
+            # Before this step's own chunks are collected: what this step computes is copied in a later one.
+            meta.saves = saves.jobs()
+            meta.sent = [r for r in self._kept if not saves.pending_for(r)]
+            for request_id in meta.sent:
+                del self._kept[request_id]
+        if getattr(output, "kv_connector_block_state", None) is None:
+            self._follow_blocks(output)
+        if ctx is not None and saves is not None:
+            if self._saving:
+                self._collect_saves(saves, output)
+            self._start_prefetches(ctx)
+            for state in self._requests.values():
+                self._loads.drop_stale(state, now)
+        meta.step = self._steps.begin(int(output.total_num_scheduled_tokens), now)
+        meta.loads = self._loads.take()
+        return meta
+
+    def emergency(self) -> KvtierdMetadata:
+        """After a failure in ``build``: what it had found so far, and the promised loads."""
+        meta, self._building = self._building, KvtierdMetadata()  # nothing is told twice
+        meta.loads += self._loads.take()
+        return meta
+
+    def _careful(self, state: RequestState, run: Callable[[], None]) -> None:
+        """Do something for one request. Should it fail, that request goes on without a cache, and the others as ever."""
+        try:
+            run()
+        except Exception:
+            state.bypass = True
+            self.counts["hook_failures"] += 1
+            self._failures += 1
+            if self._failures <= MAX_TRACES:
+                log.exception("kvtierd: request %s goes on without the cache", state.request.request_id)
+
+    @property
+    def _saving(self) -> bool:
+        return self._settings.saves and not self._disabled
+
+    def _follow_blocks(self, output: Any) -> None:
+        """Keep each running request's block table up to date, where vLLM tells only what is new in each step."""
+        for new in output.scheduled_new_reqs:
+            state = self._requests.get(new.req_id)
+            if state is not None:  # what ``allocated`` was told may be empty: inside another connector it is
+                state.block_ids = tuple(list(ids) for ids in new.block_ids)
+        cached = output.scheduled_cached_reqs
+        for request_id, more in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            state = self._requests.get(request_id)
+            if state is None or more is None:
+                continue
+            if request_id in cached.resumed_req_ids:
+                state.block_ids = tuple(list(ids) for ids in more)
+            elif state.block_ids:
+                for known, ids in zip(state.block_ids, more, strict=True):
+                    known.extend(ids)
+            else:
+                state.bypass = True  # its first blocks are not known, so none could be put in its place
+
+    def _collect_saves(self, saves: Saves, output: Any) -> None:
+        tables = getattr(output, "kv_connector_block_state", None)
+        for request_id, scheduled in output.num_scheduled_tokens.items():
+            state = self._requests.get(request_id)
+            if state is None:
+                continue
+            self._careful(state, partial(self._collect_of, saves, state, scheduled, tables))
+
+    @staticmethod
+    def _collect_of(saves: Saves, state: RequestState, scheduled: int, tables: Any) -> None:
+        computed = int(state.request.num_computed_tokens) + scheduled
+        if saves.due(state, computed) > state.next_chunk:
+            table = tables.get_block_ids(state.request.request_id) if tables is not None else None
+            saves.collect(state, state.block_ids if table is None else table, computed)
+
+    def _start_prefetches(self, ctx: Context) -> None:
+        arrivals, self._arrivals = self._arrivals, []
+        for request_id in arrivals:
+            state = self._requests.get(request_id)
+            if state is not None:
+                self._careful(state, partial(self._loads.prefetch, ctx, state))
+
+    def output(self, meta: KvtierdWorkerMetadata | None, ended_loads: set[str]) -> None:
+        """What the workers report after a step."""
+        try:
+            self._reports(meta or KvtierdWorkerMetadata())
+        finally:
+            for request_id in ended_loads:
+                state = self._requests.get(request_id)
+                if state is not None:
+                    self._careful(state, partial(self._load_ended, state))
+
+    def _reports(self, meta: KvtierdWorkerMetadata) -> None:
+        if meta.layouts and self._pools is None:
+            self.learn(meta.layouts)
+        tokens, seconds = self._steps.end(meta.step, time.monotonic())
+        ctx, saves = self._ctx, self._saves
+        if ctx is None or saves is None:
+            return
+        for job_id, report in meta.loads.items():
+            self._loads.report(job_id, report)
+        for save_id, report in meta.saves.items():
+            try:
+                saves.report(save_id, report)
+            except Exception:
+                saves.abandon(save_id)
+                raise
+        ctx.gate.step(tokens, seconds)
+
+    def _load_ended(self, state: RequestState) -> None:
+        try:
+            if self._ctx is not None:
+                self._loads.ended(self._ctx, state)
+        finally:
+            if state.request.is_finished():
+                self._forget(state)
+
+    def take_events(self) -> list[tuple[int, list[bytes]]]:
+        """KV cache groups and hashes of the engine's blocks that were published since the last call."""
+        if self._ctx is None or not self._ctx.events:
+            return []
+        events = list(self._ctx.events)
+        self._ctx.events.clear()
+        return events
+
+    @property
+    def pending(self) -> bool:
+        """Whether steps are needed although no request runs."""
+        return (self._saves is not None and self._saves.pending) or self._loads.new
+
+    def gauges(self) -> dict[str, int]:
+        """State of this moment, for metrics."""
+        return {
+            "attached": int(self._pools is not None and self._pools.attached),
+            "loading": self._loads.running,
+            "looking_up": self._loads.asking,
+            "holding_blocks": self._saves.held if self._saves is not None else 0,
+        }

@@ -1,0 +1,50 @@
+"""Fixtures: a real daemon for a module's tests, and small engines that are closed at the end of the test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtierd.testing.daemon import DaemonProcess
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    """A running daemon. Tests that kill it start one of their own."""
+    made = DaemonProcess(tmp_path_factory.mktemp("d"))
+    try:
+        yield made.start()
+    finally:
+        made.kill()
+
+
+@pytest.fixture
+def own_daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
+    """A running daemon of this test's own."""
+    made = DaemonProcess(tmp_path / "d")
+    try:
+        yield made.start()
+    finally:
+        made.kill()
+
+
+@pytest.fixture
+def engines(tmp_path: Path, daemon: DaemonProcess) -> Iterator[Callable[..., Any]]:
+    """Makes engines at the module's daemon, or at an ``address``; attached where there is a daemon."""
+    from tests.connectors.small_engine import SmallEngine
+
+    made: list[SmallEngine] = []
+
+    def make(address: str = "", attach: bool = True, **more: Any) -> SmallEngine:
+        engine = SmallEngine(tmp_path, address or daemon.address, **more)
+        made.append(engine)
+        if attach:
+            assert all(client.wait_attached(30) for client in engine.side._pools.clients)
+        return engine
+
+    yield make
+    for engine in made:
+        engine.close()

@@ -1,0 +1,106 @@
+"""Goal: what ``kv_connector_extra_config`` says is understood, or refused at the start with a text that names key and remedy.
+
+Method: every key with a good and with bad values, of the types that JSON has and of those that shells make of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from kvtierd.connectors.vllm.settings import Settings, read_settings
+
+DEFAULTS = Settings()
+
+
+def read(**settings: Any) -> Settings:
+    return read_settings({f"kvtierd.{name}": value for name, value in settings.items()}, {})[0]
+
+
+def test_nothing_said() -> None:
+    assert read_settings({}, {}) == (DEFAULTS, [])
+    assert DEFAULTS.saves
+    assert DEFAULTS.loads
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "understood"),
+    [
+        ("address", "unix:/run/k.sock", "unix:/run/k.sock"),
+        ("tenant", "a", "a"),
+        ("chunk_tokens", 256, 256),
+        ("chunk_tokens", "512", 512),
+        ("lookup_timeout_ms", 1.5, 1.5),
+        ("load_timeout_ms", "100", 100.0),
+        ("save_timeout_ms", 1, 1.0),
+        ("save_decode", True, True),
+        ("save_decode", "false", False),
+        ("gate", "0", False),
+        ("prefetch", "True", True),
+        ("min_hit_tokens", 0, 0),
+        ("max_loads", 4096, 4096),
+        ("max_held_fraction", 0.5, 0.5),
+        ("salt_tenants", {"s": "t"}, {"s": "t"}),
+        ("revision", "v2", "v2"),
+        ("role", "load", "load"),
+    ],
+)
+def test_good_values(name: str, value: Any, understood: Any) -> None:
+    assert getattr(read(**{name: value}), name) == understood
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("address", 5),
+        ("chunk_tokens", -1),
+        ("chunk_tokens", 1.5),
+        ("chunk_tokens", True),
+        ("chunk_tokens", "many"),
+        ("lookup_timeout_ms", 0),
+        ("lookup_timeout_ms", float("nan")),
+        ("load_timeout_ms", float("inf")),
+        ("save_timeout_ms", None),
+        ("save_decode", "maybe"),
+        ("save_decode", 1),
+        ("max_loads", 0),
+        ("max_held_fraction", 1.0),
+        ("salt_tenants", "s=t"),
+        ("salt_tenants", {"s": 1}),
+        ("role", "neither"),
+        ("role", None),
+    ],
+)
+def test_bad_values_are_named(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"kvtierd.{name} "):
+        read(**{name: value})
+
+
+def test_an_unknown_key_has_a_hint() -> None:
+    with pytest.raises(ValueError, match=r"did you mean kvtierd\.chunk_tokens"):
+        read(chunk_token=1)
+    with pytest.raises(ValueError, match=r"known: kvtierd\.address"):
+        read(zzz=1)
+
+
+def test_keys_of_others_are_left_alone() -> None:
+    assert read_settings({"other": 1, "connectors": []}, {})[0] == DEFAULTS
+
+
+def test_own_keys_go_before_those_of_lmcache() -> None:
+    settings, _ = read_settings({"lmcache.chunk_size": 512, "kvtierd.chunk_tokens": 256}, {})
+    assert settings.chunk_tokens == 256
+
+
+@pytest.mark.parametrize(("role", "saves", "loads"), [("both", True, True), ("save", True, False), ("load", False, True)])
+def test_roles(role: str, saves: bool, loads: bool) -> None:
+    assert (read(role=role).saves, read(role=role).loads) == (saves, loads)
+
+
+def test_every_number_has_limits() -> None:
+    for f in fields(Settings):
+        if f.type in ("int", "float"):
+            with pytest.raises(ValueError, match=f"from .* to .*{-1}"):
+                read(**{f.name: -1})

@@ -1,0 +1,429 @@
+"""Goal: a worker reports each job exactly once, as good only when all of its bytes are in place, and touches nothing after.
+
+Method: real KV caches in CPU memory, slots of a real daemon that a client reserves and fetches as the scheduler's side does; the
+daemon is killed and sessions are changed in the middle. Failures are put into the copies, the fences and the threads.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed here: run make test-vllm")
+pytest.importorskip("vllm.v1.core.sched.async_scheduler", reason="vLLM is not installed here: run make test-vllm")
+
+from kvtierd.client import Client  # noqa: E402
+from kvtierd.connectors.vllm.background import Background  # noqa: E402
+from kvtierd.connectors.vllm.metadata import KvtierdMetadata, LoadJob, Part, SaveJob, SessionInfo  # noqa: E402
+from kvtierd.connectors.vllm.worker import WorkerSide  # noqa: E402
+from kvtierd.model import Namespace  # noqa: E402
+from kvtierd.testing.daemon import DaemonProcess  # noqa: E402
+from tests.connectors import kv_forms as forms  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of what vLLM imports
+PATIENCE_S = 60.0
+PER_CHUNK = 2
+NOTHING = np.empty(0, np.int64)
+
+
+class Worker:
+    """One rank with its KV cache of random bytes, and the client of the scheduler's side."""
+
+    made = 0
+
+    def __init__(self, daemon: DaemonProcess, rank: int = 0, tp: int = 1) -> None:
+        Worker.made += 1
+        self._tag = Worker.made
+        self.cache = forms.packed()
+        config = forms.vllm_config(tp_size=tp)
+        config.parallel_config.pipeline_parallel_size = 1
+        self.side = WorkerSide(config, self.cache.config, (0, rank), tp)
+        self.side.register(self.cache.tensors)
+        assert self.side.rank_layout is not None
+        assert not self.side.rank_layout.error
+        self.block_bytes = self.side.rank_layout.groups[0].block_bytes
+        self.client = Client(Namespace(shard_bytes=(PER_CHUNK * self.block_bytes,) * tp, model="w"), daemon.address)
+        assert self.client.wait_attached(30)
+        self._ids = 0
+        self.step(sessions=[self.session()])
+        self.held: list[Any] = []
+
+    def session(self) -> SessionInfo:
+        return SessionInfo(0, self.client.session_token, self.client.descriptor_socket, False)
+
+    def step(self, **more: Any) -> Any:
+        """What a step of the engine does."""
+        meta = KvtierdMetadata(**more)
+        self.side.start_loads(meta)
+        self.side.start_saves()
+        return meta
+
+    def _keys(self, first: int, count: int) -> list[bytes]:
+        return [self._tag.to_bytes(16, "little") + (first + n).to_bytes(16, "little") for n in range(count)]
+
+    def job_id(self) -> int:
+        self._ids += 1
+        return self._ids
+
+    def save(self, *chunks: tuple[int, int], key: int = 0, token: bytes | None = None) -> tuple[SaveJob, Any]:
+        reservation = self.client.reserve(self._keys(key, len(chunks)), 10.0)
+        assert len(reservation.granted) == len(chunks), reservation.outcomes
+        self.held.append(reservation)
+        slots = [slot for index in reservation.granted for slot in reservation.slots(index)]
+        ids = np.asarray([b for chunk in chunks for b in chunk], np.int64)
+        part = Part(0, 0, reservation.session_token if token is None else token, np.asarray(slots, np.int64), ids)
+        return SaveJob(self.job_id(), part), reservation
+
+    def load(self, *chunks: tuple[int, int], key: int = 0, timeout_s: float = 30.0, name: str = "r") -> LoadJob:
+        fetch = self.client.fetch(self._keys(key, len(chunks)), 10.0)
+        self.held.append(fetch)
+        slots: list[int] = []
+        while not fetch.done:
+            slots += fetch.poll_slots(1.0)[1]
+        ids = np.asarray([b for chunk in chunks for b in chunk], np.int64)
+        part = Part(0, 0, fetch.session_token, np.asarray(slots, np.int64), ids)
+        return LoadJob(self.job_id(), name, [part], NOTHING, timeout_s)
+
+    def saved(self, job: SaveJob) -> Any:
+        """Wait for a save's report."""
+        return self._wait(lambda meta: meta.saves.get(job.job_id))
+
+    def loaded(self) -> tuple[set[str], set[str], set[int]]:
+        """Wait for the end of loads."""
+        until_s = time.monotonic() + PATIENCE_S
+        while not (told := self.side.take_loads())[0]:
+            assert time.monotonic() < until_s
+            time.sleep(0.001)
+        return told
+
+    def _wait(self, look: Callable[[Any], Any]) -> Any:
+        until_s = time.monotonic() + PATIENCE_S
+        while True:
+            assert time.monotonic() < until_s
+            meta = self.side.worker_meta()
+            if meta is not None and (found := look(meta)) is not None:
+                return found
+            time.sleep(0.001)
+
+    def content(self, block: int) -> bytes:
+        return b"".join(t[block].contiguous().view(torch.uint8).numpy().tobytes() for t in self.cache.tensors.values())
+
+    def close(self) -> None:
+        self.side.close()
+        for one in self.held:
+            one.close()
+        self.client.close()
+
+
+@pytest.fixture
+def workers() -> Iterator[Callable[..., Worker]]:
+    made: list[Worker] = []
+
+    def make(daemon: DaemonProcess, *args: Any, **more: Any) -> Worker:
+        made.append(Worker(daemon, *args, **more))
+        return made[-1]
+
+    yield make
+    for worker in made:
+        worker.close()
+
+
+def put(worker: Worker, key: int, *chunks: tuple[int, int]) -> None:
+    """Save chunks and publish them."""
+    job, reservation = worker.save(*chunks, key=key)
+    worker.step(saves=[job])
+    assert not worker.saved(job).failed
+    assert reservation.commit() == len(chunks)
+
+
+# ---- copies
+
+
+def test_out_and_in_again(workers: Callable[..., Worker], daemon: DaemonProcess) -> None:
+    worker = workers(daemon)
+    kept = [worker.content(b) for b in range(4)]
+    put(worker, 0, (0, 1), (2, 3))
+    job = worker.load((5, 6), (1, 4))
+    worker.step(loads=[job])
+    assert worker.loaded() == ({"r"}, set(), set())
+    assert [worker.content(b) for b in (5, 6, 1, 4)] == kept
+    meta = worker.side.worker_meta()
+    assert meta is not None
+    report = meta.loads[job.job_id]
+    assert (report.ranks, report.nbytes, report.failed) == (1, 4 * worker.block_bytes, frozenset())
+    assert worker.side.take_loads() == (set(), set(), set())
+
+
+def test_blocks_that_take_no_part_are_left_alone(workers: Callable[..., Worker], daemon: DaemonProcess) -> None:
+    worker = workers(daemon)
+    kept = [worker.content(b) for b in range(7)]
+    put(worker, 0, (0, 1))
+    worker.step(loads=[worker.load((-1, 5))])
+    assert worker.loaded() == ({"r"}, set(), set())
+    assert [worker.content(b) for b in range(7)] == [*kept[:5], kept[1], kept[6]]
+
+
+def test_each_rank_has_its_own_slots(workers: Callable[..., Worker], daemon: DaemonProcess) -> None:
+    ranks = [workers(daemon, rank, 2) for rank in range(2)]
+    first, second = ranks
+    second.step(sessions=[first.session()])
+    second.cache.spaces[0].add_(1)
+    kept = [[worker.content(b) for b in range(4)] for worker in ranks]
+    job, reservation = first.save((0, 1), (2, 3))
+    for worker in ranks:
+        worker.step(saves=[job])
+        assert not worker.saved(job).failed
+    assert reservation.commit() == 2
+    load = first.load((4, 5), (6, 0))
+    for worker, content in zip(ranks, kept, strict=True):
+        worker.step(loads=[load])
+        assert worker.loaded() == ({"r"}, set(), set())
+        assert [worker.content(b) for b in (4, 5, 6, 0)] == content
+
+
+# ---- failures
+
+
+def test_a_job_without_slots_fails_with_its_blocks(workers: Callable[..., Worker], daemon: DaemonProcess) -> None:
+    worker = workers(daemon)
+    worker.step(loads=[LoadJob(1, "r", [], np.asarray([3, 4], np.int64), 0.0)])
+    assert worker.loaded() == ({"r"}, {"r"}, {3, 4})
+
+
+def test_slots_of_another_session(workers: Callable[..., Worker], daemon: DaemonProcess) -> None:
+    worker = workers(daemon)
+    put(worker, 0, (0, 1))
+    before = worker.content(5)
+    job = worker.load((5, 6))
+    job.parts[0].token = b"another"
+    save, _ = worker.save((2, 3), key=50, token=b"another")
+    worker.step(loads=[job], saves=[save])
+    assert worker.loaded() == ({"r"}, {"r"}, {5, 6})
+    assert worker.saved(save).failed
+    assert worker.content(5) == before
+
+
+def test_the_deadline_has_passed(workers: Callable[..., Worker], daemon: DaemonProcess) -> None:
+    worker = workers(daemon)
+    put(worker, 0, (0, 1))
+    worker.step(loads=[worker.load((5, 6), timeout_s=-1.0)])
+    assert worker.loaded() == ({"r"}, {"r"}, {5, 6})
+    meta = worker.side.worker_meta()
+    assert meta is not None
+    assert "deadline" in next(iter(meta.loads.values())).reason
+
+
+@pytest.mark.parametrize("error", [RuntimeError, OSError, ValueError])
+def test_a_copy_that_raises(
+    error: type[Exception], workers: Callable[..., Worker], daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = workers(daemon)
+    put(worker, 0, (0, 1))
+
+    def broken(*_: Any) -> Any:
+        raise error("a copy")
+
+    monkeypatch.setattr(worker.side._copier, "save", broken)
+    monkeypatch.setattr(worker.side._copier, "load", broken)
+    save, _ = worker.save((2, 3), key=50)
+    worker.step(loads=[worker.load((5, 6))], saves=[save])
+    assert worker.loaded() == ({"r"}, {"r"}, {5, 6})
+    assert 0 in worker.saved(save).failed
+
+
+@pytest.mark.parametrize("where", ["fence", "sessions", "threads", "full"])
+def test_jobs_that_cannot_be_begun_are_reported(
+    where: str, workers: Callable[..., Worker], daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save that is never reported holds blocks of the engine for good, and a load its request."""
+    worker = workers(daemon)
+    put(worker, 0, (0, 1))
+    save, _ = worker.save((2, 3), key=50)
+    load = worker.load((5, 6))
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("a bug")
+
+    side = worker.side
+    if where == "fence":
+        monkeypatch.setattr(side._copier, "fence", broken)
+    elif where == "sessions":
+        monkeypatch.setattr(side, "_renew", broken)
+    else:
+        for threads in (side._loader, side._saver):
+            monkeypatch.setattr(threads, "submit", broken if where == "threads" else lambda task: False)
+    meta = KvtierdMetadata(loads=[load], saves=[save], sessions=[worker.session()])
+    for begin in (lambda: side.start_loads(meta), side.start_saves):
+        try:
+            begin()
+        except RuntimeError:
+            assert where in ("fence", "sessions")
+    assert worker.loaded() == ({"r"}, {"r"}, {5, 6})
+    failed = worker.saved(save).failed
+    assert bool(failed) == (where != "sessions")
+    monkeypatch.undo()
+    worker.step(loads=[worker.load((5, 6), name="again")])
+    assert worker.loaded() == ({"again"}, set(), set())
+
+
+def test_a_cache_that_cannot_be_served(workers: Callable[..., Worker], daemon: DaemonProcess) -> None:
+    worker = workers(daemon)
+    worker.side.refuse("why")
+    save, _ = worker.save((2, 3))
+    worker.step(loads=[LoadJob(1, "r", [], np.asarray([1], np.int64), 1.0)], saves=[save])
+    assert worker.loaded() == ({"r"}, {"r"}, {1})
+    assert worker.saved(save).failed
+
+
+# ---- the daemon goes
+
+
+def test_the_daemon_dies_between_promise_and_copy(workers: Callable[..., Worker], own_daemon: DaemonProcess) -> None:
+    worker = workers(own_daemon)
+    put(worker, 0, (0, 1))
+    before = [worker.content(b) for b in range(7)]
+    load = worker.load((5, 6))
+    own_daemon.kill()
+    (joined,) = worker.side._sessions.values()
+    until_s = time.monotonic() + PATIENCE_S
+    while joined._extents is None or not joined._extents.closed:
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
+    worker.step(loads=[load])
+    assert worker.loaded() == ({"r"}, {"r"}, {5, 6})
+    assert [worker.content(b) for b in range(5)] == before[:5]
+
+
+def test_the_daemon_dies_in_the_middle_of_a_copy(
+    workers: Callable[..., Worker], own_daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes that were read while the connection broke count for nothing, though the memory was still mapped."""
+    worker = workers(own_daemon)
+    put(worker, 0, (0, 1))
+    load = worker.load((5, 6))
+    copier = worker.side._copier
+    assert copier is not None
+    right = copier.load
+
+    def slow(group: int, chunks: Any, fence: Any, cancelled: Any) -> int:
+        done = right(group, chunks, fence, cancelled)
+        own_daemon.kill()
+        (joined,) = worker.side._sessions.values()
+        while joined._extents is not None and not joined._extents.closed:
+            time.sleep(0.001)
+        return done
+
+    monkeypatch.setattr(copier, "load", slow)
+    worker.step(loads=[load])
+    assert worker.loaded() == ({"r"}, {"r"}, {5, 6})
+
+
+def test_another_session_takes_its_place(workers: Callable[..., Worker], daemon: DaemonProcess) -> None:
+    """Loads that were begun with the old session still end well; saves of the new one need not wait for them."""
+    worker = workers(daemon)
+    put(worker, 0, (0, 1))
+    kept = worker.content(0)
+    load = worker.load((5, 6))
+    gate = threading.Event()
+    worker.side._loader.submit(lambda: gate.wait(PATIENCE_S) and None)
+    worker.step(loads=[load])
+    old = worker.client
+    worker.client = Client(old.namespace, old.address)
+    assert worker.client.wait_attached(30)
+    save, _ = worker.save((2, 3), key=50)
+    worker.step(sessions=[worker.session()], saves=[save])
+    assert not worker.saved(save).failed
+    gate.set()
+    assert worker.loaded() == ({"r"}, set(), set())
+    assert worker.content(5) == kept
+    worker.side._loader.close()
+    assert [joined.session.token for joined in worker.side._sessions.values()] == [worker.client.session_token]
+    worker.held.append(old)
+
+
+def test_the_same_session_told_twice(workers: Callable[..., Worker], daemon: DaemonProcess) -> None:
+    worker = workers(daemon)
+    (joined,) = worker.side._sessions.values()
+    worker.step(sessions=[worker.session()])
+    assert list(worker.side._sessions.values()) == [joined]
+    put(worker, 0, (0, 1))
+
+
+# ---- small things
+
+
+def test_the_layout_is_told_once(workers: Callable[..., Worker], daemon: DaemonProcess) -> None:
+    worker = workers(daemon)
+    meta = worker.side.worker_meta()
+    assert meta is not None
+    assert meta.layouts == {(0, 0): worker.side.rank_layout}
+    assert worker.side.worker_meta() is None
+
+
+def test_a_step_that_is_measured_is_named_once(workers: Callable[..., Worker], daemon: DaemonProcess) -> None:
+    worker = workers(daemon)
+    worker.side.worker_meta()
+    worker.step(step=7)
+    meta = worker.side.worker_meta()
+    assert meta is not None
+    assert meta.step == 7
+    assert worker.side.worker_meta() is None
+
+
+def test_the_end_with_work_under_way(workers: Callable[..., Worker], daemon: DaemonProcess) -> None:
+    worker = workers(daemon)
+    put(worker, 0, (0, 1))
+    save, _ = worker.save((2, 3), key=50)
+    worker.step(loads=[worker.load((5, 6))], saves=[save])
+    worker.side.close()
+    worker.side.close()
+    assert worker.loaded()[0] == {"r"}
+    assert worker.saved(save) is not None
+    assert not worker.side._sessions
+    worker.step(loads=[LoadJob(9, "late", [], np.asarray([1], np.int64), 1.0)])
+    assert worker.loaded() == ({"late"}, {"late"}, {1})
+
+
+def test_a_copy_that_does_not_end_keeps_its_resources(
+    workers: Callable[..., Worker], daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = workers(daemon)
+    closed: list[bool] = []
+    monkeypatch.setattr(worker.side._copier, "close", lambda: closed.append(True))
+    gate = threading.Event()
+    worker.side._saver.submit(lambda: gate.wait(PATIENCE_S) and None)
+    monkeypatch.setattr(worker.side._saver, "close", lambda: Background.close(worker.side._saver, 0.05))
+    worker.side.close()
+    assert not closed
+    gate.set()
+    assert Background.close(worker.side._saver)
+
+
+def test_threads_are_bounded_and_survive_failures() -> None:
+    threads = Background(1, "t")
+    gate, ran = threading.Event(), threading.Event()
+    begun = threading.Event()
+    threads.submit(lambda: (begun.set(), gate.wait(PATIENCE_S))[0])
+    assert begun.wait(PATIENCE_S)
+
+    def broken() -> None:
+        raise RuntimeError("a task")
+
+    assert threads.submit(broken)
+    accepted = 0
+    while threads.submit(lambda: None):
+        accepted += 1
+        assert accepted < 100_000
+    gate.set()
+    while not threads.submit(ran.set):
+        time.sleep(0.001)
+    assert ran.wait(PATIENCE_S)
+    assert threads.close()
+    assert not threads.submit(lambda: None)
+    assert SimpleNamespace(ok=threads.close()).ok
