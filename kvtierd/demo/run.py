@@ -246,7 +246,7 @@ class Demo:
             time.sleep(POLL_S)
 
     def _take_sample(self) -> int | None:
-        """Look at the tiers and counters. Returns the blocks that the daemon holds, None when it does not answer."""
+        """Look at the tiers and counters. Returns the copies on NVMe, None when it does not answer."""
         try:
             status = self._daemon.status(timeout_s=STATUS_TIMEOUT_S)
         except grpc.RpcError:
@@ -261,7 +261,7 @@ class Demo:
             )
         )
         self.progress.set_counters(status.counters)
-        return int(status.blocks)
+        return int(tiers[Tier.NVME].copies) if Tier.NVME in tiers else 0
 
     def _clean_up(self) -> None:
         """End every process."""

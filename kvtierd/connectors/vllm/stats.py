@@ -58,6 +58,10 @@ class KvtierdStats(KVConnectorStats):
             "kvtierd save GB/s": round(saved / 1e9 / save_s, 2) if save_s else 0,
         }
 
+    def __getitem__(self, name: str) -> Any:
+        """As the dictionary that it becomes on its way to another process: vLLM 0.23's MultiConnector reads it as one always."""
+        return {"data": self.data}[name]
+
     def is_empty(self) -> bool:
         """Whether there is nothing to tell."""
         return not self.data
