@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,14 +34,31 @@ def own_daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
 
 
 @pytest.fixture
-def engines(tmp_path: Path, daemon: DaemonProcess) -> Iterator[Callable[..., Any]]:
+def nothing_is_left_open() -> Iterator[None]:
+    """What keeps slots with the daemon says so when it is thrown away unclosed."""
+    gc.collect()  # what other tests have left
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ResourceWarning)
+        yield
+        gc.collect()
+    assert not [str(w.message) for w in caught if "was not closed" in str(w.message)]
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for all engines of a module, so that they share blocks."""
+    return tmp_path_factory.mktemp("m")
+
+
+@pytest.fixture
+def engines(model_folder: Path, daemon: DaemonProcess) -> Iterator[Callable[..., Any]]:
     """Makes engines at the module's daemon, or at an ``address``; attached where there is a daemon."""
     from tests.connectors.small_engine import SmallEngine
 
     made: list[SmallEngine] = []
 
     def make(address: str = "", attach: bool = True, **more: Any) -> SmallEngine:
-        engine = SmallEngine(tmp_path, address or daemon.address, **more)
+        engine = SmallEngine(model_folder, address or daemon.address, **more)
         made.append(engine)
         if attach:
             assert all(client.wait_attached(30) for client in engine.side._pools.clients)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -30,11 +31,18 @@ BLOCK: Final = 16
 CHUNK: Final = 32
 
 
+@cache
+def _hash_function(algorithm: str) -> Callable[[Any], bytes]:
+    """As an engine makes it ready, once."""
+    made = get_hash_fn_by_name(algorithm)
+    init_none_hash(made)
+    return made  # type: ignore[no-any-return]
+
+
 def request(name: str = "r", tokens: int | Sequence[int] = 160, *, algorithm: str = "sha256", **more: Any) -> Request:
     """A request of vLLM's, of so many tokens or of these."""
     ids = list(range(tokens)) if isinstance(tokens, int) else list(tokens)
-    hash_fn = get_hash_fn_by_name(algorithm)
-    init_none_hash(hash_fn)
+    hash_fn = _hash_function(algorithm)
     sampling = SamplingParams(max_tokens=100)
     sampling.skip_reading_prefix_cache = more.pop("skip_reading", False)
     return Request(name, ids, sampling, None, block_hasher=get_request_block_hasher(BLOCK, hash_fn), **more)

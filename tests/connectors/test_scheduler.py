@@ -7,11 +7,6 @@ are hard to hit are held by stopping the workers' threads; the rest is drawn at 
 
 from __future__ import annotations
 
-import gc
-import random
-import threading
-import warnings
-from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,76 +15,11 @@ import pytest
 pytest.importorskip("vllm.v1.core.sched.async_scheduler", reason="vLLM is not installed here: run make test-vllm")
 
 from kvtierd.connectors.vllm.requests import RequestState, tenant_of
-from kvtierd.testing.daemon import DaemonProcess
+from tests.connectors.engine_cases import KINDS, Engines, Stop, fresh, right, save, until_loading
 from tests.connectors.parts import state as fresh_state
-from tests.connectors.small_engine import BLOCK, CHUNK, NEW, RequestStatus, SmallEngine, prompt
+from tests.connectors.small_engine import BLOCK, CHUNK
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of what vLLM imports
-Engines = Callable[..., SmallEngine]
-two_groups = pytest.mark.skipif(not NEW, reason="this vLLM is too old for several KV cache groups")
-KINDS = [
-    pytest.param({}, id="plain"),
-    pytest.param({"asynchronous": True}, id="asynchronous"),
-    pytest.param({"tp": 2}, id="two ranks"),
-    pytest.param({"groups": 2}, id="window", marks=two_groups),
-    pytest.param({"groups": 2, "asynchronous": True, "tp": 2}, id="all", marks=two_groups),
-]
-SEEDS = iter(range(1000, 1_000_000))
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left_open() -> Iterator[None]:
-    """What keeps slots with the daemon says so when it is thrown away unclosed."""
-    gc.collect()  # what other tests have left
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", ResourceWarning)
-        yield
-        gc.collect()
-    assert not [str(w.message) for w in caught if "was not closed" in str(w.message)]
-
-
-def fresh(length: int = 300) -> list[int]:
-    """A prompt that no test has used."""
-    return prompt(length, seed=next(SEEDS))
-
-
-def save(engines: Engines, tokens: list[int], **more: Any) -> SmallEngine:
-    """An engine that has computed and saved this prompt, and forgotten it itself."""
-    engine = engines(**more)
-    assert engine.generate("saved", tokens) == engine.expected(tokens, 2)
-    engine.settle()
-    engine.forget()
-    return engine
-
-
-def right(engine: SmallEngine, *names: str) -> None:
-    """These requests have the right tokens, and nothing is held any more."""
-    engine.settle()
-    assert not engine.wrong
-    for name in names:
-        request = engine.requests[name]
-        tokens = list(request.all_token_ids)[: engine.prompt_lengths[name]]
-        assert list(request.output_token_ids) == engine.expected(tokens, request.max_tokens), name
-    assert not engine.leaks()
-    assert engine.counts["hook_failures"] == 0
-
-
-class Stop:
-    """Keeps the copies of an engine's workers from beginning."""
-
-    def __init__(self, engine: SmallEngine) -> None:
-        self._gate = threading.Event()
-        for rank in engine.ranks:
-            side = rank.connector._worker
-            side._loader.submit(lambda: self._gate.wait(60) and None)
-            side._saver.submit(lambda: self._gate.wait(60) and None)
-
-    def go(self) -> None:
-        self._gate.set()
-
-
-def until_loading(engine: SmallEngine, name: str) -> None:
-    engine.until(lambda: engine.requests[name].status == RequestStatus.WAITING_FOR_REMOTE_KVS)
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("nothing_is_left_open")]
 
 
 # ---- hits
@@ -328,158 +258,6 @@ def test_running_requests_are_not_saved_under_new_keys(engines: Engines) -> None
     assert engine.side._saves.due(state, 500) == 0
     engine.run("old")
     right(engine, "old")
-
-
-# ---- failures
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_load_that_fails_is_computed(kind: dict[str, Any], engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens = fresh()
-    engine = save(engines, tokens, **kind)
-
-    def broken(*_: Any) -> Any:
-        raise OSError("a copy")
-
-    for rank in engine.ranks[-1:]:
-        monkeypatch.setattr(rank.connector._worker._copier, "load", broken)
-    engine.generate("again", tokens)
-    assert engine.computed["again"] == 301
-    right(engine, "again")
-    assert engine.counts["loads|failed"] == 1
-
-
-def test_a_load_that_fails_after_a_local_hit(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine's own blocks stay good, and others that use them run on."""
-    tokens = fresh()
-    engine = save(engines, tokens)
-    engine.add("other", tokens[: 4 * BLOCK + 1], 60, params={"kvtierd.skip_load": True})
-    engine.until(lambda: engine.requests["other"].num_output_tokens > 1)
-    monkeypatch.setattr(engine.ranks[0].connector._worker._copier, "load", lambda *_: 0)
-    engine.generate("again", tokens)
-    engine.run("other")
-    assert engine.computed["again"] == 301 - 4 * BLOCK
-    assert engine.computed["other"] == 4 * BLOCK + 60
-    right(engine, "again", "other")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_promise_that_cannot_be_kept(kind: dict[str, Any], engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens = fresh()
-    engine = save(engines, tokens, **kind)
-
-    def broken(*_: Any) -> Any:
-        raise RuntimeError("a bug")
-
-    monkeypatch.setattr(engine.side._loads, "_job", broken)
-    engine.add("other", tokens[: 4 * BLOCK + 1], 60, params={"kvtierd.skip_load": True})
-    engine.until(lambda: engine.requests["other"].num_output_tokens > 1)
-    engine.generate("again", tokens)
-    engine.run("other")
-    assert engine.computed["other"] == 4 * BLOCK + 60, "a request that shares blocks computes nothing twice"
-    right(engine, "again", "other")
-
-
-def test_the_policy_that_fails_requests(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens = fresh()
-    engine = save(engines, tokens, policy="fail")
-    monkeypatch.setattr(engine.ranks[0].connector._worker._copier, "load", lambda *_: 0)
-    engine.generate("fails", tokens)
-    assert engine.requests["fails"].status == RequestStatus.FINISHED_ERROR
-    monkeypatch.undo()
-    engine.generate("works", tokens)
-    right(engine, "works")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_daemon_restarts_between_promise_and_copy(kind: dict[str, Any], engines: Engines, own_daemon: DaemonProcess) -> None:
-    tokens = fresh()
-    engine = save(engines, tokens, address=own_daemon.address, **kind)
-    stop = Stop(engine)
-    engine.add("r", tokens)
-    until_loading(engine, "r")
-    own_daemon.kill()
-    own_daemon.start()
-    engine.until(lambda: engine.side._pools.attached)
-    stop.go()
-    engine.run("r")
-    right(engine, "r")
-    engine.forget()
-    engine.generate("again", tokens)
-    right(engine, "again")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_daemon_dies_between_copy_and_commit(kind: dict[str, Any], engines: Engines, own_daemon: DaemonProcess) -> None:
-    engine = engines(own_daemon.address, **kind)
-    stop = Stop(engine)
-    engine.generate("r", fresh())
-    engine.until(lambda: bool(engine.ranks[-1].connector._worker._saver._queue.qsize()))
-    own_daemon.kill()
-    stop.go()
-    right(engine, "r")
-    assert engine.counts["saves|ok"] == 0
-
-
-def test_no_daemon_at_all(engines: Engines, tmp_path: Any) -> None:
-    engine = engines(f"unix:{tmp_path}/none.sock", attach=False)
-    tokens = fresh()
-    for name in ("a", "b"):
-        engine.generate(name, tokens)
-    right(engine, "a", "b")
-
-
-# ---- many things at once
-
-
-def chaos(engine: SmallEngine, rng: random.Random, count: int = 30) -> set[str]:
-    """Requests come and go at random. Returns those that ended by themselves."""
-    live: list[str] = []
-    ended: set[str] = set()
-    added = 0
-    while added < count or live:
-        if added < count and len(live) < 6 and rng.random() < 0.3:
-            length, name = rng.randint(1, 560), f"r{added}"
-            params = rng.choice([None] * 6 + [{"kvtierd.max_load_tokens": rng.randint(1, 500)}, {"kvtierd.skip_save": True}])
-            shared = min(length, rng.choice([0, 96, 200, 400]))
-            tokens = prompt(length, seed=rng.randint(0, 5), shared=shared)
-            engine.add(name, tokens, rng.randint(1, 40), params, skip_reading=rng.random() < 0.1)
-            live.append(name)
-            added += 1
-        if live and rng.random() < 0.02:
-            engine.abort(live.pop(rng.randrange(len(live))))
-        if rng.random() < 0.01:
-            engine.connector.reset_cache()
-        engine.step()
-        done = [name for name in live if engine.requests[name].is_finished()]
-        ended.update(done)
-        live = [name for name in live if name not in done]
-    return ended
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("kind", KINDS)
-def test_chaos(kind: dict[str, Any], seed: int, engines: Engines) -> None:
-    rng = random.Random(f"{seed} {kind}")
-    blocks = rng.choice([48, 80] if kind.get("groups") else [24, 40, 80])
-    settings = {"prefetch": rng.random() < 0.5, "max_loads": rng.choice([1, 2, 32]), "save_decode": rng.random() < 0.5}
-    engine = engines(blocks=blocks, max_held_fraction=rng.choice([0.1, 0.5, 0.9]), **settings, **kind)
-    for rank in engine.ranks:
-        copier = rank.connector._worker._copier
-        copier.load = _sometimes(copier.load, rng)
-        copier.save = _sometimes(copier.save, rng)
-    right(engine, *sorted(chaos(engine, rng)))
-
-
-def _sometimes(run: Callable[..., Any], rng: random.Random) -> Callable[..., Any]:
-    """A copy that fails now and then."""
-
-    def copy(*args: Any) -> Any:
-        if rng.random() < 0.1:
-            raise OSError("a copy that a test lets fail")
-        return run(*args)
-
-    return copy
 
 
 # ---- small things

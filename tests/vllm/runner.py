@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BLOCK_TOKENS = 32
 NUM_BLOCKS = 256
 ENGINE_TIMEOUT_S = 240.0
+PATIENCE_MS = 60_000
 LOG_TAIL = 6000
 EXTERNAL = "vllm:prompt_tokens_by_source{source=external_kv_transfer}"
 CONNECTOR = "KvtierdConnector"
@@ -88,8 +89,13 @@ def prompts(number: int = 3, length: int = 200, shared: int = 128, seed: int = 7
 
 
 def transfer_config(address: str, name: str = CONNECTOR, module: str | None = MODULE, **settings: Any) -> dict[str, Any]:
-    """Value of ``kv_transfer_config``. Settings are named without their prefix; the gate is off, as tiny models recompute fast."""
-    extra = {"address": address, "gate": False, "chunk_tokens": BLOCK_TOKENS} | settings
+    """Value of ``kv_transfer_config``. Settings are named without their prefix.
+
+    The gate is off, as tiny models recompute faster than anything loads, and time limits are long, so that a busy machine
+    makes no hit a miss.
+    """
+    limits = {"lookup_timeout_ms": PATIENCE_MS, "load_timeout_ms": PATIENCE_MS, "save_timeout_ms": PATIENCE_MS}
+    extra = {"address": address, "gate": False, "chunk_tokens": BLOCK_TOKENS} | limits | settings
     config: dict[str, Any] = {
         "kv_connector": name,
         "kv_role": "kv_both",

@@ -215,6 +215,14 @@ class Loads:
             if state.next_chunk >= load.chunks[0]:  # else chunks before these, which the engine held itself, are still to be saved
                 state.next_chunk = max(state.next_chunk, load.chunks[1])
 
+    def lose(self, state: RequestState) -> None:
+        """After something unexpected at the end of a load, which is over all the same."""
+        load, state.load = state.load, None
+        if load is not None:
+            self._open.pop(load.job_id, None)
+            if load.lookup is not None:
+                load.lookup.close()
+
     # ---- letting go
 
     def drop(self, state: RequestState) -> None:
@@ -237,6 +245,13 @@ class Loads:
         self.drop(state)
         state.asked = True
         self._end_prefetch(state)
+
+    def close(self) -> None:
+        """Let go of everything. The sessions have ended."""
+        for load, _ in self._open.values():
+            if load.lookup is not None:
+                load.lookup.close()
+        self._open.clear()
 
     def _end_prefetch(self, state: RequestState) -> None:
         self._prefetching.discard(state.request.request_id)

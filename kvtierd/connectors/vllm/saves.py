@@ -80,6 +80,7 @@ class Saves:
         room = self._max_held // BATCH_SHARE // most_blocks
         self._batch = max(1, min(MAX_BATCH_BYTES // largest_bytes, MAX_KEYS_PER_CALL, room))
         self._saves: dict[int, _Save] = {}
+        self._abandoned: list[_Save] = []
         self._answered: deque[int] = deque()
         self._committed: deque[tuple[_Save, list[int], int]] = deque()
         self._recent: OrderedDict[bytes, float] = OrderedDict()
@@ -235,10 +236,11 @@ class Saves:
         if save is not None:
             self._free(save, range(len(save.blocks)))
             self._forget(save)
+            self._abandoned.append(save)
 
     def close(self) -> None:
-        """Let go of everything. The workers must not copy any more."""
-        for save in list(self._saves.values()):
+        """Let go of everything. The sessions have ended."""
+        for save in [*self._saves.values(), *self._abandoned]:
             self._end(save)
 
     # ---- in the background

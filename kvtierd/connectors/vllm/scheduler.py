@@ -158,6 +158,10 @@ class SchedulerSide:
         self._calls.close(2.0)
         if self._pools is not None:
             self._pools.close()
+        # Only now, when the daemon is not told any more: a worker may still be copying. What is taken goes with the last process.
+        self._loads.close()
+        if self._saves is not None:
+            self._saves.close()
 
     # ---- a request's way
 
@@ -351,6 +355,9 @@ class SchedulerSide:
         try:
             if self._ctx is not None:
                 self._loads.ended(self._ctx, state)
+        except Exception:
+            self._loads.lose(state)
+            raise
         finally:
             if state.request.is_finished():
                 self._forget(state)
