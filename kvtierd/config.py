@@ -99,6 +99,8 @@ def parse_mode(value: object) -> int:
         mode = int(value, 8) if isinstance(value, str) else value
     except ValueError:
         mode = -1
+    if isinstance(mode, float) and mode.is_integer():  # Helm writes every number as one
+        mode = int(mode)
     if isinstance(mode, bool) or not isinstance(mode, int) or not 0 <= mode <= 0o777:
         raise ValueError(f"{_shown(value)} are no permissions; they are octal: write 0o600 in a file, 0600 elsewhere")
     return mode

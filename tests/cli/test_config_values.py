@@ -106,3 +106,13 @@ def test_types_of_keys_are_those_that_are_checked() -> None:
     for key, info in field_paths():
         kinds = set(typing.get_args(info.annotation)) - {types.NoneType} or {info.annotation}
         assert kinds <= simple, f"{key}: a new kind of value needs a check of its own"
+
+
+def test_whole_numbers_may_be_floats_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "k.toml"
+    file.write_text("[server]\nsocket_mode = 432.0\n[nvme]\ndepth = 16.0\n")
+    config = load_config(file, env={})
+    assert (config.server.socket_mode, config.nvme.depth) == (0o660, 16), "Helm writes every number as a float"
+    file.write_text("[server]\nsocket_mode = 432.5\n")
+    with pytest.raises(ConfigError, match="octal"):
+        load_config(file, env={})
