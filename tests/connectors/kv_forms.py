@@ -249,6 +249,12 @@ def byte_places(tensor: torch.Tensor, block: int, block_dim: int = 0, ratio: int
     return [int(e) * itemsize + i for e in own for i in range(itemsize)]
 
 
+def all_places(form: str, cache: Cache, group: int) -> dict[int, list[tuple[int, int]]]:
+    """``slot_places`` of every block."""
+    dim, ratio = BLOCK_DIMS.get(form, 0), KERNEL_BLOCKS.get(form, 1)
+    return {block: slot_places(cache, group, block, dim, ratio) for block in range(BLOCKS)}
+
+
 def slot_places(cache: Cache, group: int, block: int, block_dim: int = 0, ratio: int = 1) -> list[tuple[int, int]]:
     """(storage's address, byte) of each byte of a block in the order of a slot."""
     by_storage: dict[int, set[int]] = {}

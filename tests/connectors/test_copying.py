@@ -22,7 +22,7 @@ from hypothesis import strategies as st  # noqa: E402
 from kvtierd.connectors.vllm.copying import CpuBlockCopier, batches, make_copier, self_test, stretches  # noqa: E402
 from kvtierd.connectors.vllm.layout import Region, UnsupportedLayoutError, WorkerLayout, worker_layout  # noqa: E402
 from tests.connectors import kv_forms as forms  # noqa: E402
-from tests.connectors.kv_forms import BLOCK_DIMS, BLOCKS, FORMS, KERNEL_BLOCKS, Cache, vllm_config  # noqa: E402
+from tests.connectors.kv_forms import BLOCKS, FORMS, Cache, vllm_config  # noqa: E402
 
 
 def never() -> bool:
@@ -37,17 +37,12 @@ def made(form: str) -> tuple[Cache, WorkerLayout, CpuBlockCopier]:
     return cache, layout, copier
 
 
-def all_places(form: str, cache: Cache, group: int) -> dict[int, list[tuple[int, int]]]:
-    dim, ratio = BLOCK_DIMS.get(form, 0), KERNEL_BLOCKS.get(form, 1)
-    return {block: forms.slot_places(cache, group, block, dim, ratio) for block in range(BLOCKS)}
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_a_slot_holds_the_bytes_of_its_blocks_in_order_and_only_them(form: str) -> None:
     cache, layout, copier = made(form)
     before = [flat.clone() for flat in cache.spaces]
     for group, seen in enumerate(layout.groups):
-        own = all_places(form, cache, group)
+        own = forms.all_places(form, cache, group)
         slots = [bytearray(b"\x5a" * (3 * seen.block_bytes + 100)) for _ in range(2)]
         chosen = [[5, 0, 1], [-1, 6, -1]]
         copier.save(group, [(memoryview(slot), ids) for slot, ids in zip(slots, chosen, strict=True)], copier.fence())
@@ -62,7 +57,7 @@ def test_a_slot_holds_the_bytes_of_its_blocks_in_order_and_only_them(form: str) 
 def test_loading_writes_the_wanted_blocks_and_no_other_byte(form: str) -> None:
     cache, layout, copier = made(form)
     for group, seen in enumerate(layout.groups):
-        own = all_places(form, cache, group)
+        own = forms.all_places(form, cache, group)
         contents = random.Random(group).randbytes(3 * seen.block_bytes)
         before = [flat.clone() for flat in cache.spaces]
         assert copier.load(group, [(memoryview(contents), [3, -1, 4])], copier.fence(), never) == 1
@@ -79,7 +74,7 @@ def test_a_cancelled_load_ends_between_chunks(form: str) -> None:
     cache, layout, copier = made(form)
     block_bytes = layout.groups[0].block_bytes
     contents = [random.Random(n).randbytes(block_bytes) for n in range(4)]
-    own = all_places(form, cache, 0)
+    own = forms.all_places(form, cache, 0)
     untouched = forms.read_places(cache, own[2]), forms.read_places(cache, own[3])
     asked = iter([False, False, True])
     assert copier.load(0, [(memoryview(c), [n]) for n, c in enumerate(contents)], None, lambda: next(asked)) == 2
@@ -122,7 +117,7 @@ def test_views_of_slots_are_let_go() -> None:
 def test_a_save_and_a_load_at_the_same_time() -> None:
     cache, layout, copier = made("layers_in_head")
     block_bytes = layout.groups[0].block_bytes
-    own = all_places("layers_in_head", cache, 0)
+    own = forms.all_places("layers_in_head", cache, 0)
     kept = b"".join(forms.read_places(cache, own[b]) for b in (0, 1, 2))
     fresh = random.Random(1).randbytes(3 * block_bytes)
     wrong: list[str] = []
@@ -203,7 +198,7 @@ def test_a_cache_made_in_inference_mode_is_copied_outside_of_it() -> None:
     slot = bytearray(layout.groups[0].block_bytes)
     copier.save(0, [(memoryview(slot), [2])], copier.fence())
     assert copier.load(0, [(memoryview(slot), [3])], copier.fence(), never) == 1
-    own = all_places("packed", cache, 0)
+    own = forms.all_places("packed", cache, 0)
     assert forms.read_places(cache, own[3]) == forms.read_places(cache, own[2]) == bytes(slot)
     self_test(layout, copier, cache.tensors)
 

@@ -24,7 +24,7 @@ from kvtierd.connectors.vllm.gpu_copying import CudaBlockCopier  # noqa: E402
 from kvtierd.connectors.vllm.layout import UnsupportedLayoutError, WorkerLayout, worker_layout  # noqa: E402
 from kvtierd.memory import SharedMapping, create_memfd  # noqa: E402
 from tests.connectors import kv_forms as forms  # noqa: E402
-from tests.connectors.kv_forms import BLOCK_DIMS, BLOCKS, FORMS, KERNEL_BLOCKS, Cache, vllm_config  # noqa: E402
+from tests.connectors.kv_forms import BLOCKS, FORMS, Cache, vllm_config  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,11 +44,6 @@ def made(form: str) -> tuple[Cache, WorkerLayout, CudaBlockCopier]:
     copier = make_copier(layout)
     assert isinstance(copier, CudaBlockCopier)
     return cache, layout, copier
-
-
-def all_places(form: str, cache: Cache, group: int) -> dict[int, list[tuple[int, int]]]:
-    dim, ratio = BLOCK_DIMS.get(form, 0), KERNEL_BLOCKS.get(form, 1)
-    return {block: forms.slot_places(cache, group, block, dim, ratio) for block in range(BLOCKS)}
 
 
 @pytest.fixture
@@ -77,7 +72,7 @@ def test_slots_hold_the_bytes_of_their_blocks_and_give_them_back(
         copier.on_mapped(1, mapping)
         assert copier._registered
     for group, seen in enumerate(layout.groups):
-        own = all_places(form, cache, group)
+        own = forms.all_places(form, cache, group)
         size = 3 * seen.block_bytes
         view = mapping.view
         view[: 2 * size + 1] = b"\x5a" * (2 * size + 1)
@@ -127,7 +122,7 @@ def test_a_cache_made_in_inference_mode_is_copied_outside_of_it() -> None:
     slot = bytearray(layout.groups[0].block_bytes)
     copier.save(0, [(memoryview(slot), [2])], copier.fence())
     assert copier.load(0, [(memoryview(slot), [3])], copier.fence(), never) == 1
-    own = all_places("packed", cache, 0)
+    own = forms.all_places("packed", cache, 0)
     assert forms.read_places(cache, own[3]) == forms.read_places(cache, own[2]) == bytes(slot)
 
 
@@ -152,12 +147,12 @@ def test_a_load_waits_for_what_the_engine_queued_before_the_fence() -> None:
     for flat in cache.spaces:
         flat.fill_(1)  # the block's last owner still writes it
     assert copier.load(0, [(memoryview(slot), [1])], copier.fence(), never) == 1
-    assert forms.read_places(cache, all_places("packed", cache, 0)[1]) == bytes(slot)
+    assert forms.read_places(cache, forms.all_places("packed", cache, 0)[1]) == bytes(slot)
 
 
 def test_a_cancelled_load_ends_between_chunks() -> None:
     cache, layout, copier = made("layers_outermost")
-    own = all_places("layers_outermost", cache, 0)
+    own = forms.all_places("layers_outermost", cache, 0)
     contents = [bytearray(random.Random(n).randbytes(layout.groups[0].block_bytes)) for n in range(4)]
     untouched = forms.read_places(cache, own[2]), forms.read_places(cache, own[3])
     asked = iter([False, False, True])
@@ -182,7 +177,7 @@ def test_ids_that_are_no_blocks_and_short_views_are_refused_before_anything_move
 def test_a_save_and_a_load_at_the_same_time_while_extents_come_and_go(mapping: SharedMapping) -> None:
     cache, layout, copier = made("layers_in_head")
     block_bytes = layout.groups[0].block_bytes
-    own = all_places("layers_in_head", cache, 0)
+    own = forms.all_places("layers_in_head", cache, 0)
     kept = b"".join(forms.read_places(cache, own[b]) for b in (0, 1, 2))
     fresh = random.Random(1).randbytes(3 * block_bytes)
     saved, loaded = mapping.view[: 3 * block_bytes], mapping.view[MIB : MIB + 3 * block_bytes]
@@ -257,7 +252,7 @@ def test_memory_that_cannot_be_registered_is_copied_all_the_same(
         assert not copier._registered
         slot = mapping.view[: layout.groups[0].block_bytes]
         copier.save(0, [(slot, [4])], copier.fence())
-        assert bytes(slot) == forms.read_places(cache, all_places("packed", cache, 0)[4])
+        assert bytes(slot) == forms.read_places(cache, forms.all_places("packed", cache, 0)[4])
     finally:
         assert int(runtime.cudaHostUnregister(mapping.address + 2 * MIB)) == 0
     copier.on_mapped(1, mapping)  # what was registered before the failure was taken back, so all of it works now
@@ -283,7 +278,7 @@ def test_a_revoked_extent_waits_for_the_portion_under_way(mapping: SharedMapping
     saver.start()
     assert queued.wait(60)
     copier.on_revoked(1, mapping)
-    assert bytes(slot) == forms.read_places(cache, all_places("packed", cache, 0)[1])
+    assert bytes(slot) == forms.read_places(cache, forms.all_places("packed", cache, 0)[1])
     saver.join()
 
 

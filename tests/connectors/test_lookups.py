@@ -214,7 +214,7 @@ def test_slots_of_a_dead_session_are_known() -> None:
 
 
 def test_many_keys_take_several_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookups, "MAX_FETCH_KEYS", 3)
+    monkeypatch.setattr(lookups, "MAX_KEYS_PER_CALL", 3)
     client = FakeClient()
     client.everything = True
     one = lookup(client, (0, 0), count=8)
@@ -229,7 +229,7 @@ def test_many_keys_take_several_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_session_that_changes_between_two_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookups, "MAX_FETCH_KEYS", 3)
+    monkeypatch.setattr(lookups, "MAX_KEYS_PER_CALL", 3)
 
     class Changing(FakeClient):
         def fetch(self, packed: bytes, **more: Any) -> FakeFetch:

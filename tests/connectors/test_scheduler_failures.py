@@ -15,6 +15,7 @@ import pytest
 
 pytest.importorskip("vllm.v1.core.sched.async_scheduler", reason="vLLM is not installed here: run make test-vllm")
 
+from kvtierd.connectors.vllm.metadata import KvtierdWorkerMetadata, Report
 from kvtierd.testing.daemon import DaemonProcess
 from tests.connectors.engine_cases import KINDS, Engines, Stop, fresh, right, save, until_loading
 from tests.connectors.small_engine import BLOCK, RequestStatus, SmallEngine, prompt
@@ -111,6 +112,21 @@ def test_the_daemon_dies_between_copy_and_commit(kind: dict[str, Any], engines: 
     stop.go()
     right(engine, "r")
     assert engine.counts["saves|ok"] == 0
+
+
+def test_a_report_that_fails_takes_no_other_along(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    side = engines().side
+    taken, abandoned = [], []
+
+    def report(save_id: int, _: Report) -> None:
+        if save_id == 1:
+            raise RuntimeError("a bug")
+        taken.append(save_id)
+
+    monkeypatch.setattr(side._saves, "report", report)
+    monkeypatch.setattr(side._saves, "abandon", abandoned.append)
+    side.output(KvtierdWorkerMetadata({1: Report(), 2: Report()}), set())
+    assert (taken, abandoned, side.counts["hook_failures"]) == ([2], [1], 1)
 
 
 def test_no_daemon_at_all(engines: Engines, tmp_path: Path) -> None:

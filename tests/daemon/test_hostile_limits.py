@@ -97,22 +97,34 @@ def test_blocks_on_nvme_outlive_a_time_without_descriptors(
     assert all((o == 3).all() for o in out)
 
 
+def filled_extents(session: RawSession, token: bytes, keys_a_save: int) -> set[int]:
+    """Save and commit twice. Returns the extents that the blocks lie in."""
+    extents: set[int] = set()
+    for _ in range(2):
+        grant = session.stub.Save(pb.SaveRequest(session=token, keys=os.urandom(32 * keys_a_save), wait_ms=3000))
+        extents |= {slot_extent(slot) for slot in grant.slots}
+        session.stub.Commit(pb.CommitRequest(session=token, ticket=grant.ticket))
+    return extents
+
+
+def received_descriptors(sock: socket.socket, daemon: DaemonProcess, token: bytes, extents: set[int]) -> list[int]:
+    """Join on a bare descriptor socket and ask for extents."""
+    sock.connect(str(daemon.folder / "k.fd.sock"))
+    sock.send(fd.DescriptorRequest(join=fd.Join(session=token, shard=-1)).SerializeToString())
+    sock.recv(4096)
+    sock.send(fd.DescriptorRequest(map=fd.MapExtents(extents=sorted(extents))).SerializeToString())
+    _, fds, _, _ = socket.recv_fds(sock, 65_536, 64)
+    return fds
+
+
 def test_memory_that_was_taken_back_stays_counted_while_a_client_maps_it(make_daemon: MakeDaemon, make_client: MakeClient) -> None:
     size = 64 * KIB
     daemon = make_daemon(cpu={"capacity": "4MiB", "extent": "1MiB"}, nvme={"capacity": "64MiB"})
     session = RawSession(daemon, size)
     token = session.welcome()
-    extents: set[int] = set()
-    for _ in range(2):
-        grant = session.stub.Save(pb.SaveRequest(session=token, keys=os.urandom(32 * 30), wait_ms=3000))
-        extents |= {slot_extent(slot) for slot in grant.slots}
-        session.stub.Commit(pb.CommitRequest(session=token, ticket=grant.ticket))
+    extents = filled_extents(session, token, 30)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        sock.connect(str(daemon.folder / "k.fd.sock"))
-        sock.send(fd.DescriptorRequest(join=fd.Join(session=token, shard=-1)).SerializeToString())
-        sock.recv(4096)
-        sock.send(fd.DescriptorRequest(map=fd.MapExtents(extents=sorted(extents))).SerializeToString())
-        _, fds, _, _ = socket.recv_fds(sock, 65_536, 64)
+        fds = received_descriptors(sock, daemon, token, extents)
         for number in fds:
             with pytest.raises(OSError, match="not permitted"):
                 os.ftruncate(number, 0)
@@ -147,18 +159,10 @@ def test_others_get_room_though_a_client_keeps_more_extents_than_may_leave_at_on
     daemon = make_daemon(cpu={"capacity": "8MiB", "extent": "1MiB", "prefault": False}, nvme={"capacity": "64MiB"})
     holder = RawSession(daemon, size)
     token = holder.welcome()
-    extents: set[int] = set()
-    for _ in range(2):
-        grant = holder.stub.Save(pb.SaveRequest(session=token, keys=os.urandom(32 * 12), wait_ms=3000))
-        extents |= {slot_extent(slot) for slot in grant.slots}
-        holder.stub.Commit(pb.CommitRequest(session=token, ticket=grant.ticket))
+    extents = filled_extents(holder, token, 12)
     assert len(extents) == 6
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        sock.connect(str(daemon.folder / "k.fd.sock"))
-        sock.send(fd.DescriptorRequest(join=fd.Join(session=token, shard=-1)).SerializeToString())
-        sock.recv(4096)
-        sock.send(fd.DescriptorRequest(map=fd.MapExtents(extents=sorted(extents))).SerializeToString())
-        _, fds, _, _ = socket.recv_fds(sock, 65_536, 64)
+        fds = received_descriptors(sock, daemon, token, extents)
         for number in fds:
             os.close(number)
         with daemon.admin() as stub:

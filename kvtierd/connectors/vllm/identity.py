@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from kvtierd.connectors.vllm.layout import GroupLayout, UnsupportedLayoutError
+from kvtierd.connectors.vllm.layout import GroupLayout, UnsupportedLayoutError, is_selective
 from kvtierd.connectors.vllm.metadata import Rank, RankLayout
 from kvtierd.connectors.vllm.settings import Settings
 from kvtierd.model import MAX_SHARD_BYTES, Namespace
@@ -77,8 +77,8 @@ class EnginePlan:
 
     @property
     def selective(self) -> bool:
-        """A hit needs not everything up to its end: there are several KV cache groups, or windows."""
-        return len(self.groups) > 1 or any(g.window for g in self.groups)
+        """See ``is_selective``."""
+        return is_selective([g.window for g in self.groups])
 
     def shards(self, group: GroupPlan) -> int:
         """Slots of one chunk of a group."""

@@ -26,7 +26,7 @@ from kvtierd.connectors.vllm.layout_layer import (
 )
 from kvtierd.connectors.vllm.layout_text import describe, dtype_name, quant_mode
 
-__all__ = ["GroupLayout", "LayerBlocks", "Region", "UnsupportedLayoutError", "WorkerLayout", "worker_layout"]
+__all__ = ["GroupLayout", "LayerBlocks", "Region", "UnsupportedLayoutError", "WorkerLayout", "is_selective", "worker_layout"]
 
 KINDS: Final = {
     "FullAttentionSpec": "full",
@@ -66,6 +66,11 @@ class GroupLayout:
     kv_dtype: str
     replicated: bool
     description: str
+
+
+def is_selective(windows: Sequence[int]) -> bool:
+    """Whether a hit needs not everything up to its end: there are several KV cache groups, or windows (one entry a group)."""
+    return len(windows) > 1 or any(windows)
 
 
 @dataclass(frozen=True)

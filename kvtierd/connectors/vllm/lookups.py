@@ -18,10 +18,9 @@ from typing import Final
 from kvtierd.client import Client, Fetch
 from kvtierd.connectors.vllm.identity import EnginePlan, GroupPlan
 from kvtierd.errors import KvtierdError
-from kvtierd.model import Tier
+from kvtierd.model import MAX_KEYS_PER_CALL, Tier
 
 POLL_S: Final = 0.05
-MAX_FETCH_KEYS: Final = 65_536
 
 log = logging.getLogger("vllm.kvtierd")
 
@@ -114,8 +113,7 @@ class Lookup:
         self._ready: dict[int, Ready] = {}
         self._hit: int | None = None
         self.first_chunk = first_chunk
-        self.started_s = time.monotonic()
-        self.deadline_s = self.started_s + timeout_s
+        self.deadline_s = time.monotonic() + timeout_s
         self.done = False
         """No more will become ready."""
         self.on_pinned: Callable[[], None] | None = None
@@ -288,7 +286,7 @@ def _runs(wanted: Sequence[tuple[int, Ready]]) -> list[list[tuple[int, Ready, in
         while begin < ready.wanted:
             if not room:
                 calls.append([])
-                room = MAX_FETCH_KEYS
+                room = MAX_KEYS_PER_CALL
             size = min(room, ready.wanted - begin)
             calls[-1].append((group, ready, begin, size))
             begin, room = begin + size, room - size

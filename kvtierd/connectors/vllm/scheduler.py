@@ -274,10 +274,14 @@ class SchedulerSide:
             run()
         except Exception:
             state.bypass = True
-            self.counts["hook_failures"] += 1
-            self._failures += 1
-            if self._failures <= MAX_TRACES:
-                log.exception("kvtierd: request %s goes on without the cache", state.request.request_id)
+            self._unexpected(f"request {state.request.request_id}")
+
+    def _unexpected(self, what: str) -> None:
+        """Count and log the exception that is being handled."""
+        self.counts["hook_failures"] += 1
+        self._failures += 1
+        if self._failures <= MAX_TRACES:
+            log.exception("kvtierd: %s goes on without the cache", what)
 
     @property
     def _saving(self) -> bool:
@@ -346,9 +350,9 @@ class SchedulerSide:
         for save_id, report in meta.saves.items():
             try:
                 saves.report(save_id, report)
-            except Exception:
+            except Exception:  # the other reports count all the same
                 saves.abandon(save_id)
-                raise
+                self._unexpected(f"save {save_id}")
         ctx.gate.step(tokens, seconds)
 
     def _load_ended(self, state: RequestState) -> None:

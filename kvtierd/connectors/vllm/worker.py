@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 from kvtierd.client import ExtentMap
 from kvtierd.connectors.vllm.background import Background
 from kvtierd.connectors.vllm.copying import BlockCopier, make_copier, self_test
-from kvtierd.connectors.vllm.layout import UnsupportedLayoutError, WorkerLayout, worker_layout
+from kvtierd.connectors.vllm.layout import UnsupportedLayoutError, WorkerLayout, is_selective, worker_layout
 from kvtierd.connectors.vllm.metadata import (
     KvtierdMetadata,
     KvtierdWorkerMetadata,
@@ -117,9 +117,9 @@ class WorkerSide:
 
     @property
     def selective(self) -> bool:
-        """Several KV cache groups, or windows."""
+        """See ``is_selective``."""
         layout = self._layout
-        return layout is not None and (len(layout.groups) > 1 or any(g.window for g in layout.groups))
+        return layout is not None and is_selective([g.window for g in layout.groups])
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """Look at the KV cache, and try a block of each group."""
