@@ -24,11 +24,14 @@ SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _PROT_READ_WRITE: Final = 3
 _MAP_SHARED: Final = 1
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
+_MADV_HUGEPAGE: Final = 14
+_MADV_NOHUGEPAGE: Final = 15
 _MADV_POPULATE_WRITE: Final = 23
 _KEEP_SIZE: Final = 1
 _PUNCH_HOLE: Final = 2
 _MPOL_PREFERRED: Final = 1
 _NODE_MASK_BITS: Final = 1024
+_HUGE_PAGE_BYTES: Final = 2 << 20
 _MFD_NOEXEC_SEAL: Final = 8
 _MBIND: Final = {"x86_64": 237, "aarch64": 235}
 
@@ -97,7 +100,7 @@ def filled_ranges(fd: int, size_bytes: int, max_bytes: int) -> Iterator[tuple[in
 
 
 class SharedMapping:
-    """A whole memfd mapped for reading and writing. The descriptor may be closed afterwards.
+    """A whole memfd mapped for reading and writing, in huge pages if granted. The descriptor may be closed afterwards.
 
     Args:
         fd: the memfd.
@@ -120,6 +123,8 @@ class SharedMapping:
             raise OSError(number, f"mapping {size_bytes} bytes: {os.strerror(number)}")
         self.address: int = address
         self.size_bytes = size_bytes
+        # For a kernel that leaves huge pages to the program (one without them answers with an error that changes nothing).
+        _libc.madvise(address, _whole_huge_pages(size_bytes), _MADV_HUGEPAGE)
         memory = (ctypes.c_ubyte * size_bytes).from_address(address)
         # Every view of the memory, a slice of a slice too, keeps this ctypes array alive.
         weakref.finalize(memory, _unmap, address, size_bytes, on_unmapped).atexit = False
@@ -146,6 +151,11 @@ class SharedMapping:
                 raise OSError(number, f"populating {length} bytes: {os.strerror(number)}")
         del view
 
+    def expect_end(self, size_bytes: int) -> None:
+        """Have no huge page reach beyond an end at which the memfd is about to be cut."""
+        whole = _whole_huge_pages(size_bytes)
+        _libc.madvise(self.address + whole, self.size_bytes - whole, _MADV_NOHUGEPAGE)
+
     def prefer_node(self, node: int) -> bool:
         """Have pages that do not exist yet come from a NUMA node while it has any. False where that cannot be had."""
         number = _MBIND.get(platform.machine())
@@ -163,6 +173,11 @@ class SharedMapping:
             ctypes.c_uint(0),
         )
         return done == 0
+
+
+def _whole_huge_pages(size_bytes: int) -> int:
+    """The bytes that huge pages can fill without reaching beyond the end."""
+    return size_bytes // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
 
 
 def _unmap(address: int, size_bytes: int, on_unmapped: Callable[[], None] | None) -> None:

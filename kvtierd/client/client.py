@@ -48,8 +48,7 @@ class Client(Connection):
         shard: shard whose memory this process maps; -1 for all.
         bytes_only: send bytes in messages instead of sharing memory; None means only for ``host:port``.
         credentials: TLS for ``host:port``.
-        copy_threads: threads that copy for one large save or load, the caller's own included; more than 1 only where cores are
-            idle.
+        copy_threads: threads that copy for one large save or load, the caller's own included; 1 keeps other cores free of it.
 
     Raises:
         RequestError: the namespace contradicts itself.

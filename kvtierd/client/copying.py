@@ -1,16 +1,16 @@
-"""Copying blocks between the caller's buffers and mapped slots; if asked to, large amounts by several threads.
+"""Copying blocks between the caller's buffers and mapped slots, large amounts by several threads.
 
-Helpers pay off only where cores are idle: with every core busy they make a copy slower, so there are none by default. They only
-copy: the calling thread waits for all of them, whatever happens, before it says what was copied, so that no slot and no buffer
-is given back while a helper still uses it.
+One core cannot use all of the memory's bandwidth. Every thread takes the next block that nobody has begun, so a helper that
+gets no core holds up at most the one block that it is copying. The calling thread waits for all helpers, whatever happens,
+before it says what was copied: no slot and no buffer is given back while a helper still uses it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
+import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Final, TypeAlias
 
@@ -20,10 +20,11 @@ from kvtierd.client.buffers import Bytes1D
 from kvtierd.client.deadline import Deadline
 
 MAX_COPY_THREADS: Final = 64
-DEFAULT_COPY_THREADS: Final = 1
+DEFAULT_COPY_THREADS: Final = min(4, len(os.sched_getaffinity(0)))
+"""Four come close to the bandwidth of a socket; fewer cores than that are not asked for more."""
 PARALLEL_BYTES: Final = 8 << 20
 """Fewer bytes than this are copied by the calling thread alone: waking helpers costs about 0.1 ms."""
-GROUP_BYTES: Final = 32 << 20
+GROUP_BYTES: Final = 64 << 20
 """Bytes that are copied between two looks at the session."""
 
 Job: TypeAlias = tuple[int, list[tuple[Bytes1D, Bytes1D]]]
@@ -63,34 +64,34 @@ class Copier:
             while helpers < min(self._threads, len(jobs)) - 1 and self._idle.acquire(blocking=False):
                 helpers += 1
         if not helpers:
-            return _copy(jobs, deadline)
-        bounds = [len(jobs) * i // (helpers + 1) for i in range(helpers + 2)]
-        chunks = [jobs[a:b] for a, b in itertools.pairwise(bounds)]
-        futures = [self._hand_over(chunk, deadline) for chunk in chunks[1:]]
+            return [jobs[i][0] for i in _copy(jobs, range(len(jobs)), deadline)]
+        left = iter(range(len(jobs)))  # one for all: each of them takes the next number (atomic under the GIL)
+        futures = [self._hand_over(jobs, left, deadline) for _ in range(helpers)]
         try:
-            done = _copy(chunks[0], deadline)
+            done = _copy(jobs, left, deadline)
         except BaseException:
             deadline.cancel()
             raise
         finally:
             _join([f for f in futures if f is not None])
-        for chunk, future in zip(chunks[1:], futures, strict=True):
-            done += _copy(chunk, deadline) if future is None else future.result()
-        return done
+        for future in futures:
+            if future is not None:
+                done += future.result()
+        return [jobs[i][0] for i in sorted(done)]
 
-    def _hand_over(self, chunk: Sequence[Job], deadline: Deadline) -> Future[list[int]] | None:
-        """Give a chunk to a helper; None when the client is closed."""
+    def _hand_over(self, jobs: Sequence[Job], left: Iterable[int], deadline: Deadline) -> Future[list[int]] | None:
+        """Have a helper join in; None when the client is closed."""
         with self._lock:
             if self._closed:
                 self._idle.release()
                 return None
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(self._threads - 1, thread_name_prefix="kvtierd-client-copy")
-            return self._executor.submit(self._help, chunk, deadline)
+            return self._executor.submit(self._help, jobs, left, deadline)
 
-    def _help(self, chunk: Sequence[Job], deadline: Deadline) -> list[int]:
+    def _help(self, jobs: Sequence[Job], left: Iterable[int], deadline: Deadline) -> list[int]:
         try:
-            return _copy(chunk, deadline)
+            return _copy(jobs, left, deadline)
         finally:
             self._idle.release()
 
@@ -103,12 +104,13 @@ class Copier:
             executor.shutdown(wait=True)
 
 
-def _copy(jobs: Sequence[Job], deadline: Deadline) -> list[int]:
+def _copy(jobs: Sequence[Job], left: Iterable[int], deadline: Deadline) -> list[int]:
+    """Copy the jobs of these numbers. Returns the numbers of those that were copied."""
     done: list[int] = []
-    for number, pairs in jobs:
+    for number in left:
         if deadline.passed:
             break
-        for target, source in pairs:
+        for target, source in jobs[number][1]:
             np.copyto(target, source)  # lets other threads run meanwhile
         done.append(number)
     return done

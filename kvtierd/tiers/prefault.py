@@ -56,6 +56,7 @@ class Region:
 
     def cut(self, size_bytes: int) -> None:
         """Shorten an unsealed region; the pages behind go at once. Faulting beyond the end fails, so it is safe meanwhile."""
+        self.mapping.expect_end(size_bytes)
         os.ftruncate(self.fd, size_bytes)
         self.size_bytes = size_bytes
         self.populated_bytes = min(self.populated_bytes, size_bytes)

@@ -123,7 +123,14 @@ def test_open_files(monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, level
     assert ("ulimit" in found.fix) == (soft < hard)
 
 
-@pytest.mark.parametrize("text, level", [("always [within_size] never", Level.OK), ("always [never] deny", Level.WARN)])
+@pytest.mark.parametrize(
+    "text, level",
+    [
+        ("always [within_size] advise never", Level.OK),
+        ("always within_size [advise] never", Level.OK),
+        ("always within_size advise [never] deny", Level.WARN),
+    ],
+)
 def test_shmem_huge_pages(tmp_path: Path, text: str, level: Level) -> None:
     host = host_with(tmp_path, {"/sys/kernel/mm/transparent_hugepage/shmem_enabled": text})
     assert checks_memory.check_shmem_pages(host).level is level

@@ -10,6 +10,7 @@ import fcntl
 import gc
 import os
 import random
+import re
 import resource
 import threading
 from collections.abc import Iterator
@@ -75,6 +76,31 @@ def test_what_does_not_exist_is_a_bug(bare: CpuPool) -> None:
         bare.create(2, MIB, 8)
     with pytest.raises(AssertionError, match="whole pages"):
         bare.create(2, 100, 1)
+
+
+def huge_page_ranges(mapping: SharedMapping) -> list[tuple[int, int]]:
+    """Parts (offset, length) of a mapping for which huge pages were asked for, from the kernel's own list."""
+    found, inside = [], None
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            start, end = (int(x, 16) - mapping.address for x in match.groups())
+            inside = (start, end - start) if 0 <= start < mapping.size_bytes else None
+        elif inside and line.startswith("VmFlags:") and "hg" in line.split():
+            found.append(inside)
+    return found
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this kernel has no huge pages to ask for")
+def test_huge_pages_are_asked_for_but_never_reach_beyond_the_end() -> None:
+    region = prefault.Region("kvtierd-test", 7 * MIB)
+    try:
+        assert huge_page_ranges(region.mapping) == [(0, 6 * MIB)]
+        region.cut(3 * MIB + SLOT)
+        assert huge_page_ranges(region.mapping) == [(0, 2 * MIB)]
+        region.mapping.populate(0, region.size_bytes)
+        assert page_bytes_of(region.fd) == region.size_bytes
+    finally:
+        region.close()
 
 
 @pytest.mark.parametrize("size", [0, SLOT, 4 * SLOT, 100 * SLOT])
