@@ -173,15 +173,15 @@ def test_small_empty_and_missing_weights(tmp_path: Path) -> None:
 # ---- blocks
 
 
-def test_the_smallest_chunk_of_one_mebibyte_a_rank() -> None:
+def test_the_smallest_chunk_of_four_mebibytes_a_rank() -> None:
     def tokens(block_bytes: int, **settings: Any) -> int:
         return engine_plan(config(), layouts(replace(FULL, block_bytes=block_bytes)), Settings(**settings), "a").chunk_tokens
 
-    assert tokens(16 * 4096) == 256
-    assert tokens(16 * 8192) == 128
+    assert tokens(16 * 16384) == 256
+    assert tokens(16 * 32768) == 128
     assert tokens(16 * 100) == 256
-    assert tokens(16 * 5000) == 224  # 210 tokens, rounded up to blocks
-    assert tokens(4 * MIB) == 16
+    assert tokens(16 * 20000) == 224  # 210 tokens, rounded up to blocks
+    assert tokens(8 * MIB) == 16
     assert tokens(16 * 4096, chunk_tokens=48) == 48
     with pytest.raises(UnsupportedLayoutError, match="multiple of 16"):
         tokens(16 * 4096, chunk_tokens=40)

@@ -23,7 +23,7 @@ class Settings:
         address: of the daemon, ``unix:PATH``; empty means ``$KVTIERD_ADDRESS`` or the default socket.
         tenant: who is billed when a request names nobody; empty means "default".
         chunk_tokens: tokens in one block of kvtierd; 0 picks the smallest multiple of the engine's blocks that makes a shard
-            of 1 MiB, at most 256 tokens.
+            of 4 MiB, at most 256 tokens.
         lookup_timeout_ms: longest that a request waits for a lookup and for blocks on NVMe.
         load_timeout_ms: longest that a load into the engine's KV cache may take before it counts as failed.
         save_timeout_ms: longest that blocks are held for the daemon's answer to a save.
