@@ -103,7 +103,9 @@ def one(side, number, hashes, tokens, blocks):
     assert found == tokens, found
     watch.run("update_state_after_alloc", lambda: side.allocated(req, blocks, found))
     cached = SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set())
-    output = SimpleNamespace(scheduled_new_reqs=[], scheduled_cached_reqs=cached, num_scheduled_tokens={}, total_num_scheduled_tokens=0)
+    output = SimpleNamespace(
+        scheduled_new_reqs=[], scheduled_cached_reqs=cached, num_scheduled_tokens={}, total_num_scheduled_tokens=0
+    )
     meta = watch.run("build_connector_meta", lambda: side.build(output))
     pickled = watch.run("(pickling the metadata)", lambda: pickle.dumps(meta, pickle.HIGHEST_PROTOCOL))
     side.output(None, {req.request_id})

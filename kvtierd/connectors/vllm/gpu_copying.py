@@ -2,8 +2,9 @@
 
 The runs of a block are scattered over device memory, and one DMA for each of them would be slow. So the device gathers the runs
 of many blocks into a slab of its own memory, in the order of a slot, and one DMA takes each chunk from there to its slot; loads
-go the other way. Each direction has one stream and one slab: the gather takes a few percent of the time of the DMA, so a second
-slab would win next to nothing. Slots are pinned by registering the memory of an extent when it is mapped.
+go the other way. Each direction has two slabs, each with a stream of its own: one is gathered while the other is transferred.
+Several portions are queued ahead, for the thread that queues them shares the interpreter with a busy engine. Slots are pinned by
+registering the memory of an extent when it is mapped.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import abc
 import logging
 import math
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,13 +21,17 @@ from typing import Any, Final
 
 import torch
 
-from kvtierd.connectors.vllm.copying import SKIP, BlockCopier, Chunk, batches, check_slot, stretches
+from kvtierd.connectors.vllm.copying import SKIP, BlockCopier, Chunk, batches, check_slot
 from kvtierd.connectors.vllm.layout import Region, WorkerLayout
 from kvtierd.connectors.vllm.layout_layer import UnsupportedLayoutError
 from kvtierd.memory import SharedMapping
 
-SLAB_BYTES: Final = 64 << 20
-"""Device memory for staging, each direction; one block more where a block is larger."""
+SLAB_BYTES: Final = 32 << 20
+"""Device memory of one slab; as much as a block where that is larger."""
+SLABS: Final = 2
+"""Of each direction."""
+MAX_QUEUED: Final = 8
+"""Portions of a slab that are queued on the device: some milliseconds of work."""
 REGISTER_BYTES: Final = 1 << 30
 """Host memory is registered in pieces that end at multiples of this address: one call for all of it fails when it is very large.
 The driver refuses a copy over the border of two registrations, so copies are cut there as well."""
@@ -50,9 +56,9 @@ class CudaBlockCopier(BlockCopier):
         self._num_blocks = layout.num_blocks
         self._block_bytes = [group.block_bytes for group in layout.groups]
         groups = [_DeviceBlocks(regions, layout.num_blocks) for regions in layout.regions]
-        slab_bytes = max(SLAB_BYTES, *self._block_bytes)
-        self._saves: _Lane = _SaveLane(layout.device, slab_bytes, SAVE_PRIORITY, groups)
-        self._loads: _Lane = _LoadLane(layout.device, slab_bytes, LOAD_PRIORITY, groups)
+        self._slab_bytes = max(SLAB_BYTES, *self._block_bytes)
+        self._saves: _Lane = _SaveLane(layout.device, self._slab_bytes, SAVE_PRIORITY, groups)
+        self._loads: _Lane = _LoadLane(layout.device, self._slab_bytes, LOAD_PRIORITY, groups)
         self._gate = _Gate()
         self._registered: dict[int, list[int]] = {}
         self._registered_lock = threading.Lock()
@@ -76,13 +82,13 @@ class CudaBlockCopier(BlockCopier):
     def _check(self, group: int, chunks: Sequence[Chunk]) -> None:
         for view, block_ids in chunks:
             check_slot(view, block_ids, self._block_bytes[group])
-            for _ in stretches(block_ids, self._num_blocks):
-                pass
+            if block_ids and not SKIP <= min(block_ids) <= max(block_ids) < self._num_blocks:
+                raise ValueError(f"blocks {list(block_ids)} are not all among the engine's {self._num_blocks} blocks")
 
     def _slabs(self, group: int, chunks: Sequence[Chunk], cancelled: Callable[[], bool]) -> Iterator[_Slab]:
         """Cut chunks into portions that fit the slab."""
         block_bytes = self._block_bytes[group]
-        rows = self._saves.slab.numel() // block_bytes
+        rows = self._slab_bytes // block_bytes
         slab = _Slab()
         for number, (view, block_ids) in enumerate(chunks):
             if cancelled():
@@ -101,34 +107,26 @@ class CudaBlockCopier(BlockCopier):
         yield slab
 
     def _run(self, lane: _Lane, group: int, chunks: Sequence[Chunk], fence: object | None, cancelled: Callable[[], bool]) -> int:
-        """Move all chunks, and wait for the last. One portion is queued while the one before it is moved."""
+        """Move all chunks, and wait for the last."""
         self._check(group, chunks)
         whole = 0
-        before: Any = None
+        queued: deque[Any] = deque()
         self._gate.enter()
         try:
             # Inference mode, since the engine's tensors may have been made in it, and could not be written outside.
-            with torch.inference_mode(), torch.cuda.device(self._device), torch.cuda.stream(lane.stream):
-                if fence is not None:
-                    lane.stream.wait_event(fence)
-                for slab in self._slabs(group, chunks, cancelled):
+            with torch.inference_mode(), torch.cuda.device(self._device):
+                lane.wait_for(fence)
+                for number, slab in enumerate(self._slabs(group, chunks, cancelled)):
                     if self._gate.wanted:
-                        lane.stream.synchronize()
+                        lane.synchronize()
                         self._gate.let_pass()
                     if slab.block_ids:
-                        # Not made on the device right away: that would wait for the stream.
-                        block_ids = torch.tensor(slab.block_ids, dtype=torch.int64).to(self._device, non_blocking=True)
-                        lane.move(group, slab, block_ids)
-                        queued = torch.cuda.Event(blocking=True)  # sleeps, where a stream would be waited for in a busy loop
-                        queued.record(lane.stream)
-                        if before is not None:
-                            before.synchronize()
-                        before = queued
+                        queued.append(lane.queue(number % SLABS, group, slab))
+                    while len(queued) > MAX_QUEUED:
+                        queued.popleft().synchronize()
                     whole = slab.whole
-                if before is not None:
-                    before.synchronize()
         finally:
-            lane.stream.synchronize()  # also after a failure: no byte may be under way when this returns
+            lane.synchronize()  # also after a failure: no byte may be under way when this returns
             self._gate.leave()
         return whole
 
@@ -154,7 +152,7 @@ class CudaBlockCopier(BlockCopier):
 
     def _not_pinned(self, extent_id: int, size_bytes: int, why: str) -> None:
         try:  # the error stays with this thread, and the next kernel that it launches reports it: let this one do so
-            with torch.cuda.stream(self._loads.stream):
+            with torch.cuda.stream(self._loads.stages[0].stream):
                 torch.empty(1, device=self._device).fill_(0)
         except RuntimeError:
             pass
@@ -247,8 +245,8 @@ def _wanted(block_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
         place = end + 1
 
 
-class _Lane(abc.ABC):
-    """Stream and staging memory of one direction."""
+class _Stage:
+    """One slab, its stream, and views of the engine's blocks and of the slab for each batch of each group."""
 
     def __init__(self, device: torch.device, slab_bytes: int, priority: int, groups: Sequence[_DeviceBlocks]) -> None:
         self.stream = torch.cuda.Stream(device, priority=priority)
@@ -260,37 +258,68 @@ class _Lane(abc.ABC):
             raise UnsupportedLayoutError(
                 f"{device} has no {slab_bytes >> 20} MiB left to stage copies of KV blocks; lower --gpu-memory-utilization"
             ) from e
-        self._parts = [blocks.parts(self.slab) for blocks in groups]
+        self.parts = [blocks.parts(self.slab) for blocks in groups]
+
+
+class _Lane(abc.ABC):
+    """Slabs and streams of one direction. What is queued on one slab is done in order."""
+
+    def __init__(self, device: torch.device, slab_bytes: int, priority: int, groups: Sequence[_DeviceBlocks]) -> None:
+        self._device = device
+        self.stages = [_Stage(device, slab_bytes, priority, groups) for _ in range(SLABS)]
 
     @abc.abstractmethod
-    def move(self, group: int, slab: _Slab, block_ids: torch.Tensor) -> None:
-        """Queue one portion on the current stream. A faster kernel would go in here."""
+    def move(self, stage: _Stage, group: int, slab: _Slab, block_ids: torch.Tensor) -> None:
+        """Queue one portion on the current stream, which is the stage's. A faster kernel would go in here."""
+
+    def queue(self, number: int, group: int, slab: _Slab) -> Any:
+        """Queue one portion on a slab. Returns an event behind it."""
+        stage = self.stages[number]
+        with torch.cuda.stream(stage.stream):
+            # Not made on the device right away: that would wait for the stream.
+            block_ids = torch.tensor(slab.block_ids, dtype=torch.int64).to(self._device, non_blocking=True)
+            self.move(stage, group, slab, block_ids)
+            event: Any = torch.cuda.Event(blocking=True)  # sleeps, where a stream would be waited for in a busy loop
+            event.record(stage.stream)
+        return event
+
+    def wait_for(self, fence: Any) -> None:
+        """Queue nothing before ``fence``."""
+        for stage in self.stages:
+            if fence is not None:
+                stage.stream.wait_event(fence)
+
+    def synchronize(self) -> None:
+        """Wait until nothing is under way."""
+        for stage in self.stages:
+            event: Any = torch.cuda.Event(blocking=True)
+            event.record(stage.stream)
+            event.synchronize()
 
     def close(self) -> None:
         """Give the memory back."""
-        self._parts = []
-        self.slab = torch.empty(0, dtype=torch.uint8)
+        self.stages = []
 
 
 class _SaveLane(_Lane):
     """From blocks into slots."""
 
-    def move(self, group: int, slab: _Slab, block_ids: torch.Tensor) -> None:
-        for blocks, rows in self._parts[group]:
+    def move(self, stage: _Stage, group: int, slab: _Slab, block_ids: torch.Tensor) -> None:
+        for blocks, rows in stage.parts[group]:
             torch.index_select(blocks, 0, block_ids, out=rows[: len(slab.block_ids)])
         for move in slab.moves:
-            for slot, staged in move.pieces(self.slab):
+            for slot, staged in move.pieces(stage.slab):
                 slot.copy_(staged, non_blocking=True)
 
 
 class _LoadLane(_Lane):
     """From slots into blocks."""
 
-    def move(self, group: int, slab: _Slab, block_ids: torch.Tensor) -> None:
+    def move(self, stage: _Stage, group: int, slab: _Slab, block_ids: torch.Tensor) -> None:
         for move in slab.moves:
-            for slot, staged in move.pieces(self.slab):
+            for slot, staged in move.pieces(stage.slab):
                 staged.copy_(slot, non_blocking=True)
-        for blocks, rows in self._parts[group]:
+        for blocks, rows in stage.parts[group]:
             blocks.index_copy_(0, block_ids, rows[: len(slab.block_ids)])
 
 

@@ -1,0 +1,172 @@
+"""How fast the vLLM connector moves KV blocks between a GPU and shared memory, beside plain DMA of the same bytes in the same run.
+
+    python3 loadtest/gpu/copies.py [--gb 8] [--tokens 16,32,128] [--output FILE]
+
+The KV cache has the form that vLLM's FlashAttention backend gives a model of Llama-3.1-8B's shape: 32 layers of (2, block, 16, 8,
+128) in bfloat16, so one block of 16 tokens is 64 runs of 32 KiB. Slots lie one after the other in memfds that are registered with
+CUDA, as those of a daemon are; the engine's blocks are taken in random order. "busy" has a second thread of the process work as an
+engine does that waits for a load: some Python, and a pause of a millisecond. Needs torch and a CUDA device, not vLLM.
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from kvtierd.connectors.vllm.copying import make_copier  # noqa: E402
+from kvtierd.connectors.vllm.layout import worker_layout  # noqa: E402
+from kvtierd.memory import SharedMapping, create_memfd  # noqa: E402
+from tests.connectors.kv_forms import FullAttentionSpec, config, vllm_config  # noqa: E402
+
+LAYERS, BLOCK_TOKENS, HEADS, HEAD_SIZE = 32, 16, 8, 128
+EXTENT_BYTES = 1 << 30
+DEVICE = "cuda:0"
+
+
+def kv_cache(blocks):
+    spec = FullAttentionSpec(BLOCK_TOKENS, HEADS, HEAD_SIZE, torch.bfloat16)
+    shape = (2, blocks, BLOCK_TOKENS, HEADS, HEAD_SIZE)
+    tensors = {f"model.layers.{n}.self_attn.attn": torch.empty(shape, dtype=torch.bfloat16, device=DEVICE) for n in range(LAYERS)}
+    for tensor in tensors.values():
+        tensor.view(torch.int16).random_(-30_000, 30_000)
+    return config(blocks, (list(tensors), spec)), tensors
+
+
+class Memory:
+    """Extents as a daemon makes them, faulted in and registered."""
+
+    def __init__(self, size_bytes, copier):
+        self.mappings = []
+        began = time.perf_counter()
+        for number in range(-(-size_bytes // EXTENT_BYTES)):
+            fd = create_memfd(f"kvtierd-{number}", EXTENT_BYTES)
+            self.mappings.append(SharedMapping(fd, EXTENT_BYTES))
+            os.close(fd)
+            self.mappings[-1].populate(0, EXTENT_BYTES)
+        self.populate_s = time.perf_counter() - began
+        began = time.perf_counter()
+        for number, mapping in enumerate(self.mappings):
+            copier.on_mapped(number, mapping)
+        self.register_s = time.perf_counter() - began
+
+    @property
+    def nbytes(self):
+        return EXTENT_BYTES * len(self.mappings)
+
+    def slots(self, slot_bytes):
+        return [m.view[a : a + slot_bytes] for m in self.mappings for a in range(0, EXTENT_BYTES - slot_bytes + 1, slot_bytes)]
+
+
+def engine_thread(stop):
+    while not stop.is_set():
+        sum(range(10_000))
+        time.sleep(0.001)
+
+
+def seconds(run, repeat):
+    times = []
+    for _ in range(repeat + 1):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[1:])
+
+
+def plain_dma(memory, nbytes, to_device):
+    """Whole extents by one copy each, through one gibibyte of device memory."""
+    device = torch.empty(EXTENT_BYTES, dtype=torch.uint8, device=DEVICE)
+    hosts = [torch.frombuffer(m.view, dtype=torch.uint8) for m in memory.mappings]
+
+    def run():
+        left = nbytes
+        for host in hosts:
+            size = min(left, EXTENT_BYTES)
+            target, source = (device[:size], host[:size]) if to_device else (host[:size], device[:size])
+            target.copy_(source, non_blocking=True)
+            left -= size
+        torch.cuda.synchronize()
+
+    return run
+
+
+def measure(copier, memory, block_bytes, tokens, order, repeat):
+    per_chunk = tokens // BLOCK_TOKENS
+    chunks = [
+        (slot, order[n * per_chunk : (n + 1) * per_chunk])
+        for n, slot in enumerate(memory.slots(block_bytes * per_chunk))
+        if (n + 1) * per_chunk <= len(order)
+    ]
+    nbytes = len(chunks) * per_chunk * block_bytes
+    found = {"tokens": tokens, "gb": round(nbytes / 1e9, 2)}
+    runs = {
+        "save": lambda: copier.save(0, chunks, copier.fence()),
+        "load": lambda: copier.load(0, chunks, copier.fence(), lambda: False),
+    }
+    for name, run in runs.items():
+        limit = nbytes / 1e9 / seconds(plain_dma(memory, nbytes, name == "load"), repeat)
+        idle = nbytes / 1e9 / seconds(run, repeat)
+        stop = threading.Event()
+        other = threading.Thread(target=engine_thread, args=(stop,))
+        other.start()
+        busy = nbytes / 1e9 / seconds(run, repeat)
+        stop.set()
+        other.join()
+        found[name] = {
+            "dma_gb_per_s": round(limit, 1),
+            "gb_per_s": round(idle, 1),
+            "busy_gb_per_s": round(busy, 1),
+            "ratio": round(idle / limit, 3),
+            "busy_ratio": round(busy / limit, 3),
+        }
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gb", type=float, default=8.0)
+    parser.add_argument("--tokens", default="16,32,128")
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--output")
+    args = parser.parse_args()
+    blocks = int(args.gb * 1e9) // (LAYERS * 2 * BLOCK_TOKENS * HEADS * HEAD_SIZE * 2)
+    caches, tensors = kv_cache(blocks)
+    layout = worker_layout(caches, tensors, vllm_config=vllm_config())
+    copier = make_copier(layout)
+    block_bytes = layout.groups[0].block_bytes
+    memory = Memory(blocks * block_bytes, copier)
+    order = list(range(blocks))
+    random.Random(1).shuffle(order)
+    shmem = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    report = {
+        "device": torch.cuda.get_device_name(0),
+        "torch": torch.__version__,
+        "shared_memory_huge_pages": shmem.read_text().partition("[")[2].partition("]")[0] if shmem.exists() else "",
+        "populate_gb_per_s": round(memory.nbytes / 1e9 / memory.populate_s, 2),
+        "register_gb_per_s": round(memory.nbytes / 1e9 / memory.register_s, 2),
+        "copies": [measure(copier, memory, block_bytes, int(n), order, args.repeat) for n in args.tokens.split(",")],
+    }
+    before = [t.clone() for t in list(tensors.values())[:2]]
+    chunk = [(slot, [order[n]]) for n, slot in enumerate(memory.slots(block_bytes)[:64])]
+    copier.save(0, chunk, copier.fence())
+    copier.load(0, chunk, copier.fence(), lambda: False)
+    report["same_bytes"] = all(torch.equal(a, b) for a, b in zip(before, tensors.values(), strict=False))
+    text = json.dumps(report, indent=1)
+    print(text)
+    if args.output:
+        Path(args.output).write_text(text + "\n")
+    return 0 if report["same_bytes"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
