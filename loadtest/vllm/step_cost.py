@@ -3,10 +3,11 @@
     python3 loadtest/vllm/step_cost.py --address unix:…            # a GPU; a model of Llama-3.1-8B's shape with dummy weights
     python3 loadtest/vllm/step_cost.py --address unix:… --small    # a CPU; copies and computing then share the cores
 
-Two engines stand side by side on one device, one without any connector and one that saves every block to the daemon at the address.
-They get the same prompts, which nobody has seen before, one engine after the other and in changing order: long prompts of one
-output token (steps of prefill), and many requests that decode together (steps of decoding). Printed are milliseconds per engine
-step and the median of the ratios of the rounds.
+Engines stand side by side on one device: one without any connector, one that saves every block to the daemon at the address, and
+with --peer one with vLLM's own OffloadingConnector. They get the same prompts, which nobody has seen before, one engine after the
+other and in changing order: long prompts of one output token (steps of prefill), many requests that come at once and then decode
+together (both), and the decoding part of these alone (from the moment when the last of them has its first token). Printed are
+milliseconds per engine step and the median of the ratios of the rounds.
 """
 
 import argparse
@@ -30,26 +31,35 @@ SMALL = {
 }  # fmt: skip
 
 
-def engine(args, connector):
+def transfer_config(args, mode):
+    if mode == "offload":
+        extra = {"cpu_bytes_to_use": args.cpu_gib << 30}
+        return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    return {
+        "kv_connector": "KvtierdConnector",
+        "kv_connector_module_path": "kvtierd.connectors.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"kvtierd.address": args.address, **json.loads(args.extra)},
+    }
+
+
+def engine(args, mode):
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
     folder = Path(tempfile.mkdtemp(prefix="kvtierd-model-"))
     (folder / "config.json").write_text(json.dumps(SHAPE | (SMALL if args.small else {})))
     options = {
-        "model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True, "enforce_eager": True,
-        "max_model_len": args.prefill_tokens + 1024, "max_num_batched_tokens": 512 if args.small else 8192,
-        "disable_log_stats": True,
+        "model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": args.prefill_tokens + 1024,
+        "max_num_batched_tokens": 512 if args.small else 8192, "disable_log_stats": False, "enforce_eager": not args.graphs,
     }  # fmt: skip
+    if args.graphs:
+        options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     if not args.small:
-        options["gpu_memory_utilization"] = 0.45 if connector else 0.4  # of all memory, and counts the engine that came first
-    if connector:
-        options["kv_transfer_config"] = KVTransferConfig(
-            kv_connector="KvtierdConnector",
-            kv_connector_module_path="kvtierd.connectors.vllm",
-            kv_role="kv_both",
-            kv_connector_extra_config={"kvtierd.address": args.address, **json.loads(args.extra)},
-        )
+        options["gpu_memory_utilization"] = 0.3
+    if mode != "without":
+        options["kv_transfer_config"] = KVTransferConfig(**transfer_config(args, mode))
     return LLM(**options)
 
 
@@ -66,16 +76,15 @@ class Work:
         return [{"prompt_token_ids": [rng.randrange(500, self.vocabulary) for _ in range(tokens)]} for _ in range(count)]
 
     def run(self, llm, kind, number):
-        """Milliseconds per step."""
+        """Milliseconds per step, of all and of the steps that only decode."""
         from vllm import SamplingParams
 
         args = self.args
         if kind == "prefill":
             count, tokens, output = args.prefills, args.prefill_tokens, 1
-            steps = count * -(-tokens // self.batch_tokens)
         else:
             count, tokens, output = args.requests, args.prompt_tokens, args.output_tokens
-            steps = output + -(-count * tokens // self.batch_tokens) - 1
+        steps = output - 1 + -(-count * tokens // self.batch_tokens)
         sampling = SamplingParams(max_tokens=output, temperature=0, ignore_eos=True, detokenize=False)
         prompts = self.prompts(number, count, tokens)
         began = time.perf_counter()
@@ -84,13 +93,32 @@ class Work:
         hits = sum(o.num_cached_tokens or 0 for o in outputs)
         if hits:
             sys.exit(f"{hits} tokens of round {number} were not computed: use another --seed, or a fresh daemon")
-        return took / steps * 1e3
+        found = {kind: took / steps * 1e3}
+        if output > 1:
+            last_first = max(o.metrics.first_token_ts for o in outputs)
+            last = max(o.metrics.last_token_ts for o in outputs)
+            found["decoding alone"] = (last - last_first) / (output - 1) * 1e3
+        return found
+
+
+def summary(times):
+    """Medians and ratios to the engine without a connector."""
+    found = {f"{name}_ms": round(statistics.median(values), 3) for name, values in times.items()}
+    for name, values in times.items():
+        if name != "without":
+            ratios = sorted(b / a for a, b in zip(times["without"], values, strict=True))
+            found[f"{name}_ratio"] = round(statistics.median(ratios), 4)
+            found[f"{name}_ratios"] = [round(r, 3) for r in ratios]
+    return found
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--address", required=True)
     parser.add_argument("--small", action="store_true", help="a small model, for a machine without a GPU")
+    parser.add_argument("--graphs", action="store_true", help="CUDA graphs for decoding, instead of eager steps")
+    parser.add_argument("--peer", action="store_true", help="a third engine with vLLM's OffloadingConnector")
+    parser.add_argument("--cpu-gib", type=int, default=16, help="CPU memory of the OffloadingConnector")
     parser.add_argument("--extra", default="{}", help="more of kv_connector_extra_config, as JSON")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--rounds", type=int, default=8)
@@ -102,24 +130,19 @@ def main():
     parser.add_argument("--output", help="write the JSON to this file too")
     args = parser.parse_args()
     os.environ.update(VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", VLLM_USE_FLASHINFER_SAMPLER="0")
-    engines = {"without": engine(args, connector=False), "with": engine(args, connector=True)}
+    modes = ["without", "kvtierd", *(["offload"] if args.peer else [])]
+    engines = {mode: engine(args, mode) for mode in modes}
     work = Work(args)
-    report = {"model": "small" if args.small else "Llama-3.1-8B shape", "rounds": args.rounds}
-    for kind in ("prefill", "decode"):
-        times = {name: [] for name in engines}
+    report = {"model": "small" if args.small else "Llama-3.1-8B shape", "graphs": args.graphs, "rounds": args.rounds}
+    for kind in ("prefill", "prefill and decoding"):
+        times = {}
         for number in range(-1, args.rounds):  # one more that does not count
-            for name in sorted(engines, reverse=bool(number % 2)):
-                ms = work.run(engines[name], kind, f"{kind} {number}")
-                if number >= 0:
-                    times[name].append(ms)
-                time.sleep(PAUSE_S)  # saves that are still under way are not the other engine's to pay for
-        ratios = [b / a for a, b in zip(times["without"], times["with"], strict=True)]
-        report[kind] = {
-            "without_ms": round(statistics.median(times["without"]), 3),
-            "with_ms": round(statistics.median(times["with"]), 3),
-            "ratio": round(statistics.median(ratios), 4),
-            "ratios": [round(r, 4) for r in sorted(ratios)],
-        }
+            for mode in sorted(modes, reverse=bool(number % 2)):
+                for part, ms in work.run(engines[mode], kind, f"{kind} {number}").items():
+                    if number >= 0:
+                        times.setdefault(part, {}).setdefault(mode, []).append(ms)
+                time.sleep(PAUSE_S)  # saves that are still under way are not the next engine's to pay for
+        report |= {part: summary(by_mode) for part, by_mode in times.items()}
     text = json.dumps(report, indent=1)
     print(text)
     if args.output:
