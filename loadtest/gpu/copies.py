@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from kvtierd.connectors.vllm.copying import make_copier  # noqa: E402
-from kvtierd.connectors.vllm.gpu_copying import REGISTER_BYTES  # noqa: E402
+from kvtierd.connectors.vllm.gpu_memory import REGISTER_BYTES  # noqa: E402
 from kvtierd.connectors.vllm.layout import worker_layout  # noqa: E402
 from kvtierd.memory import SharedMapping, create_memfd  # noqa: E402
 from tests.connectors.kv_forms import FullAttentionSpec, config, vllm_config  # noqa: E402

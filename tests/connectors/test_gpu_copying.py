@@ -18,7 +18,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed here: run make test-vllm")
 
-from kvtierd.connectors.vllm import gpu_copying  # noqa: E402
+from kvtierd.connectors.vllm import gpu_copying, gpu_memory, gpu_staging  # noqa: E402
 from kvtierd.connectors.vllm.copying import make_copier, self_test  # noqa: E402
 from kvtierd.connectors.vllm.gpu_copying import CudaBlockCopier  # noqa: E402
 from kvtierd.connectors.vllm.layout import UnsupportedLayoutError, WorkerLayout, worker_layout  # noqa: E402
@@ -61,16 +61,20 @@ def memory(request: pytest.FixtureRequest, mapping: SharedMapping) -> tuple[Shar
 
 
 @pytest.mark.parametrize("slab_bytes", [gpu_copying.SLAB_BYTES, 1])  # 1: every block is staged alone
+@pytest.mark.parametrize("by_kernel", [True, False])
 @pytest.mark.parametrize("form", FORMS)
 def test_slots_hold_the_bytes_of_their_blocks_and_give_them_back(
-    form: str, slab_bytes: int, memory: tuple[SharedMapping, bool], monkeypatch: pytest.MonkeyPatch
+    form: str, by_kernel: bool, slab_bytes: int, memory: tuple[SharedMapping, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_copying, "SLAB_BYTES", slab_bytes)
+    assert gpu_staging._kernels() is not None, "there is no Triton here"
+    if not by_kernel:
+        monkeypatch.setattr(gpu_staging, "_kernels", lambda: None)
     cache, layout, copier = made(form)
     mapping, pinned = memory
     if pinned:
         copier.on_mapped(1, mapping)
-        assert copier._registered
+        assert copier._memory.registered
     for group, seen in enumerate(layout.groups):
         own = forms.all_places(form, cache, group)
         size = 3 * seen.block_bytes
@@ -96,7 +100,7 @@ def test_slots_hold_the_bytes_of_their_blocks_and_give_them_back(
             assert {(flat.untyped_storage().data_ptr(), place) for place in changed} <= written
         del view, slots, slot
     copier.on_revoked(1, mapping)
-    assert not copier._registered
+    assert not copier._memory.registered
     copier.close()
 
 
@@ -220,11 +224,11 @@ def test_a_save_and_a_load_at_the_same_time_while_extents_come_and_go(mapping: S
 
 
 def test_memory_is_registered_in_pieces(mapping: SharedMapping, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_copying, "REGISTER_BYTES", MIB)
+    monkeypatch.setattr(gpu_memory, "REGISTER_BYTES", MIB)
     _, layout, copier = made("packed")
     copier.on_mapped(1, mapping)
     border = MIB - mapping.address % MIB  # pieces end at round addresses
-    pieces = copier._registered[mapping.address]
+    pieces = copier._memory.registered[mapping.address]
     assert pieces[:2] == [mapping.address, mapping.address + border] and len(pieces) in (4, 5)
     slot = mapping.view[border - 512 : border - 512 + layout.groups[0].block_bytes]  # over the border of two pieces
     copier.save(0, [(slot, [2])], copier.fence())
@@ -234,13 +238,13 @@ def test_memory_is_registered_in_pieces(mapping: SharedMapping, monkeypatch: pyt
     copier.save(0, [(slot, [3])], copier.fence())
     assert bytes(slot) == contents
     copier.close()
-    assert not copier._registered
+    assert not copier._memory.registered
 
 
 def test_memory_that_cannot_be_registered_is_copied_all_the_same(
     mapping: SharedMapping, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_copying, "REGISTER_BYTES", MIB)
+    monkeypatch.setattr(gpu_memory, "REGISTER_BYTES", MIB)
     runtime: Any = torch.cuda.cudart()
     assert int(runtime.cudaHostRegister(mapping.address + 2 * MIB, MIB, 1)) == 0  # somebody else has a part of it
     cache, layout, copier = made("packed")
@@ -249,14 +253,14 @@ def test_memory_that_cannot_be_registered_is_copied_all_the_same(
             copier.on_mapped(1, mapping)
             copier.on_mapped(2, mapping)
         assert len(caplog.records) == 1 and "could not be pinned" in caplog.text
-        assert not copier._registered
+        assert not copier._memory.registered
         slot = mapping.view[: layout.groups[0].block_bytes]
         copier.save(0, [(slot, [4])], copier.fence())
         assert bytes(slot) == forms.read_places(cache, forms.all_places("packed", cache, 0)[4])
     finally:
         assert int(runtime.cudaHostUnregister(mapping.address + 2 * MIB)) == 0
     copier.on_mapped(1, mapping)  # what was registered before the failure was taken back, so all of it works now
-    assert len(copier._registered[mapping.address]) >= 4
+    assert len(copier._memory.registered[mapping.address]) >= 4
     copier.on_revoked(1, mapping)
 
 
@@ -266,13 +270,14 @@ def test_a_revoked_extent_waits_for_the_portion_under_way(mapping: SharedMapping
     slot = mapping.view[: layout.groups[0].block_bytes]
     slot[:] = bytes(len(slot))
     queued = threading.Event()
-    move = copier._saves.move
+    queue = copier._saves.queue
 
-    def move_and_tell(*args: Any) -> None:
-        move(*args)
+    def queue_and_tell(*args: Any) -> Any:
+        event = queue(*args)
         queued.set()
+        return event
 
-    monkeypatch.setattr(copier._saves, "move", move_and_tell)
+    monkeypatch.setattr(copier._saves, "queue", queue_and_tell)
     torch.cuda._sleep(1_000_000_000)  # so the copy is queued long before it is done
     saver = threading.Thread(target=copier.save, args=(0, [(slot, [1])], copier.fence()))
     saver.start()
