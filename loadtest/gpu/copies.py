@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from kvtierd.connectors.vllm.copying import make_copier  # noqa: E402
-from kvtierd.connectors.vllm.gpu_memory import REGISTER_BYTES  # noqa: E402
+from kvtierd.connectors.vllm.gpu_memory import border  # noqa: E402
 from kvtierd.connectors.vllm.layout import worker_layout  # noqa: E402
 from kvtierd.memory import SharedMapping, create_memfd  # noqa: E402
 from tests.connectors.kv_forms import FullAttentionSpec, config, vllm_config  # noqa: E402
@@ -89,9 +89,12 @@ def plain_dma(memory, nbytes, to_device):
     device = torch.empty(EXTENT_BYTES, dtype=torch.uint8, device=DEVICE)
     pieces = []
     for mapping in memory.mappings:
-        cut = REGISTER_BYTES - mapping.address % REGISTER_BYTES
         host = torch.frombuffer(mapping.view, dtype=torch.uint8)
-        pieces += [piece for piece in (host[:cut], host[cut:]) if len(piece)]
+        start = 0
+        while start < len(host):
+            stop = min(border(mapping.address + start) - mapping.address, len(host))
+            pieces.append(host[start:stop])
+            start = stop
 
     def run():
         left = nbytes

@@ -7,7 +7,7 @@ Engines stand side by side on one device: one without any connector, one that sa
 with --peer one with vLLM's own OffloadingConnector. They get the same prompts, which nobody has seen before, one engine after the
 other and in changing order: long prompts of one output token (steps of prefill), many requests that come at once and then decode
 together (both), and the decoding part of these alone (from the moment when the last of them has its first token). Printed are
-milliseconds per engine step and the median of the ratios of the rounds.
+milliseconds per engine step, the ratios of the rounds in their order, and the median of these.
 """
 
 import argparse
@@ -106,7 +106,7 @@ def summary(times):
     found = {f"{name}_ms": round(statistics.median(values), 3) for name, values in times.items()}
     for name, values in times.items():
         if name != "without":
-            ratios = sorted(b / a for a, b in zip(times["without"], values, strict=True))
+            ratios = [b / a for a, b in zip(times["without"], values, strict=True)]
             found[f"{name}_ratio"] = round(statistics.median(ratios), 4)
             found[f"{name}_ratios"] = [round(r, 3) for r in ratios]
     return found

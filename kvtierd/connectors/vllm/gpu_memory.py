@@ -13,9 +13,9 @@ import torch
 
 from kvtierd.memory import SharedMapping, can_populate
 
-REGISTER_BYTES: Final = 1 << 30
-"""Host memory is registered in pieces that end at multiples of this address: one call for all of it fails when it is very large.
-The driver refuses a copy over the border of two registrations, so copies are cut there as well."""
+REGISTER_BYTES: Final = 64 << 20
+"""Host memory is registered in pieces that end at multiples of this address: a call holds up what the engine launches meanwhile,
+and one for very much memory fails. The driver refuses a copy over the border of two registrations, so copies are cut there too."""
 FAULT_IN_BYTES: Final = 32 << 20
 FAULT_IN_THREADS: Final = 4
 _PORTABLE: Final = 1
