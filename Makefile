@@ -29,7 +29,7 @@ DEMO_ARGS ?=
 BENCH_ARGS ?=
 TEST_ARGS ?=
 
-.PHONY: help venv demo test test-slow test-helm test-vllm test-vllm-oldest lint format proto proto-check proto-baseline bench bench-peers build clean
+.PHONY: help venv demo test test-slow test-helm test-prometheus test-vllm test-vllm-oldest lint format proto proto-check proto-baseline docs bench bench-peers build clean
 
 help: ## show this list
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)$$/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -58,11 +58,15 @@ demo: $(BASE) ## see the daemon at work: kvtierd demo
 test: $(DEV) ## run the quick tests
 	$(PYTEST) -m "not slow and not gpu" $(TEST_ARGS)
 
-test-slow: $(DEV) ## run the slow tests, those of the Helm chart apart
-	$(PYTEST) -m "slow and not gpu" --ignore=tests/helm $(TEST_ARGS) || { [ $$? -eq 5 ] && echo "no slow tests"; }
+test-slow: $(DEV) ## run the slow tests, those of Helm and Prometheus apart
+	$(PYTEST) -m "slow and not gpu" --ignore=tests/helm --ignore=tests/observability $(TEST_ARGS) || { [ $$? -eq 5 ] && echo "no slow tests"; }
 
 test-helm: $(DEV) ## render the Helm chart and check the manifests
 	$(PYTEST) tests/helm $(TEST_ARGS)
+
+test-prometheus: $(DEV) ## check metrics, rules and dashboard with Debian's prometheus
+	@bash tests/observability/install.sh .prometheus
+	$(PYTEST) tests/observability $(TEST_ARGS)
 
 test-vllm: ## run the connector inside real vLLM engines on CPU, in an environment of their own
 	@bash tests/vllm/install.sh $(VLLM_VENV) $(VLLM_VERSION) $(PYTHON)
@@ -96,6 +100,10 @@ proto-check: $(DEV) ## check that kvtierd/v1 is what proto/ makes, lint proto/, 
 proto-baseline: $(DEV) ## record proto/ as the released protocol that later changes must not break
 	$(BIN)/buf build --exclude-source-info -o $(BASELINE)
 
+docs: $(DEV) ## make the reference pages from the code again
+	$(BIN)/python -m kvtierd.service.metrics_reference > docs/metrics.md.new
+	mv docs/metrics.md.new docs/metrics.md
+
 bench: $(BASE) ## measure this machine: kvtierd bench
 	$(BIN)/kvtierd bench $(BENCH_ARGS)
 
@@ -108,5 +116,5 @@ build: $(DEV) ## build and check the source distribution and the wheel
 	$(BIN)/python -m twine check --strict dist/*
 
 clean: ## remove what make has made
-	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_OLDEST_VENV) build dist out .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_OLDEST_VENV) .prometheus build dist out .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find kvtierd tests loadtest -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 import grpc
+from prometheus_client import generate_latest
 
 from kvtierd import __version__
 from kvtierd.config import Config
@@ -119,6 +120,16 @@ class AdminServicer(admin_pb2_grpc.KvTierAdminServiceServicer):
             "demotions": float(sum(n for src, dst, n in done if dst > src)),
             "promotions": float(sum(n for src, dst, n in done if dst < src)),
         }
+
+    async def GetMetrics(self, request: pb.GetMetricsRequest, context: Context) -> Any:
+        """See the proto."""
+
+        async def work() -> pb.GetMetricsResponse:
+            self._metrics.refresh()
+            text = await asyncio.to_thread(generate_latest, self._metrics.registry)
+            return pb.GetMetricsResponse(text=text.decode())
+
+        return await self._checked(context, work())
 
     async def GetConfig(self, request: pb.GetConfigRequest, context: Context) -> Any:
         """See the proto."""

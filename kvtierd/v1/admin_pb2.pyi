@@ -104,6 +104,16 @@ class GetStatusResponse(_message.Message):
     draining: bool
     def __init__(self, boot_epoch: _Optional[int] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., tenants: _Optional[_Iterable[_Union[TenantStatus, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ..., blocks: _Optional[int] = ..., draining: bool = ...) -> None: ...
 
+class GetMetricsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetMetricsResponse(_message.Message):
+    __slots__ = ("text",)
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    def __init__(self, text: _Optional[str] = ...) -> None: ...
+
 class GetConfigRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -40,6 +40,11 @@ class KvTierAdminServiceStub(object):
                 request_serializer=kvtierd_dot_v1_dot_admin__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=kvtierd_dot_v1_dot_admin__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
+        self.GetMetrics = channel.unary_unary(
+                '/kvtierd.v1.KvTierAdminService/GetMetrics',
+                request_serializer=kvtierd_dot_v1_dot_admin__pb2.GetMetricsRequest.SerializeToString,
+                response_deserializer=kvtierd_dot_v1_dot_admin__pb2.GetMetricsResponse.FromString,
+                _registered_method=True)
         self.GetConfig = channel.unary_unary(
                 '/kvtierd.v1.KvTierAdminService/GetConfig',
                 request_serializer=kvtierd_dot_v1_dot_admin__pb2.GetConfigRequest.SerializeToString,
@@ -93,6 +98,13 @@ class KvTierAdminServiceServicer(object):
 
     def GetStatus(self, request, context):
         """GetStatus reads tiers, tenants, sessions and counters.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetMetrics(self, request, context):
+        """GetMetrics reads the metrics as a scrape would.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -169,6 +181,11 @@ def add_KvTierAdminServiceServicer_to_server(servicer, server):
                     request_deserializer=kvtierd_dot_v1_dot_admin__pb2.GetStatusRequest.FromString,
                     response_serializer=kvtierd_dot_v1_dot_admin__pb2.GetStatusResponse.SerializeToString,
             ),
+            'GetMetrics': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetMetrics,
+                    request_deserializer=kvtierd_dot_v1_dot_admin__pb2.GetMetricsRequest.FromString,
+                    response_serializer=kvtierd_dot_v1_dot_admin__pb2.GetMetricsResponse.SerializeToString,
+            ),
             'GetConfig': grpc.unary_unary_rpc_method_handler(
                     servicer.GetConfig,
                     request_deserializer=kvtierd_dot_v1_dot_admin__pb2.GetConfigRequest.FromString,
@@ -243,6 +260,33 @@ class KvTierAdminService(object):
             '/kvtierd.v1.KvTierAdminService/GetStatus',
             kvtierd_dot_v1_dot_admin__pb2.GetStatusRequest.SerializeToString,
             kvtierd_dot_v1_dot_admin__pb2.GetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetMetrics(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtierd.v1.KvTierAdminService/GetMetrics',
+            kvtierd_dot_v1_dot_admin__pb2.GetMetricsRequest.SerializeToString,
+            kvtierd_dot_v1_dot_admin__pb2.GetMetricsResponse.FromString,
             options,
             channel_credentials,
             insecure,
