@@ -17,10 +17,12 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed here: run make test-vllm")
 pytest.importorskip("vllm.v1.core.sched.async_scheduler", reason="vLLM is not installed here: run make test-vllm")
 
-from kvtierd.connectors.vllm.identity import GroupPlan, engine_plan, local_weights
+from kvtierd.connectors.vllm import identity
+from kvtierd.connectors.vllm.identity import GroupPlan, engine_plan
 from kvtierd.connectors.vllm.layout import GroupLayout, UnsupportedLayoutError
 from kvtierd.connectors.vllm.metadata import Rank, RankLayout
 from kvtierd.connectors.vllm.settings import Settings
+from kvtierd.connectors.vllm.weights import local_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of what vLLM imports
 MIB = 1 << 20
@@ -90,6 +92,7 @@ def change(path: str, value: Any) -> Any:
         ("model_config.dtype", "float16"),
         ("model_config.quantization", "fp8"),
         ("model_config.hf_overrides", {"a": 1}),
+        ("model_config.code_revision", "v2"),
         ("model_config.hf_text_config.rope_theta", 2.0),
         ("cache_config.cache_dtype", "fp8"),
         ("cache_config.sliding_window", 128),
@@ -168,6 +171,84 @@ def test_small_empty_and_missing_weights(tmp_path: Path) -> None:
     assert local_weights(one) != local_weights(other)
     assert local_weights(str(tmp_path / "none")) == ""
     assert local_weights(str(tmp_path / "b" / "model.safetensors")) != ""
+
+
+# ---- weights from elsewhere
+
+OLD, NEW = "a" * 40, "b" * 40
+
+
+@pytest.fixture
+def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    found: list[str] = []
+    monkeypatch.setattr(identity.log, "warning", lambda text, *values: found.append(text % values))
+    return found
+
+
+def repository(cache: Path, commit: str, name: str = "org/model") -> None:
+    """The main branch of a repository, as Hugging Face's library keeps it."""
+    place = cache / ("models--" + name.replace("/", "--"))
+    for folder in (place / "refs", place / "snapshots" / commit):
+        folder.mkdir(parents=True, exist_ok=True)
+    (place / "refs" / "main").write_text(commit)
+
+
+def test_a_branch_of_the_hub_that_moves(tmp_path: Path, warned: list[str]) -> None:
+    engine = config()
+    engine.load_config.download_dir = str(tmp_path)
+    repository(tmp_path, OLD)
+    before = namespace(engine)
+    assert OLD in before
+    repository(tmp_path, NEW)
+    assert namespace(engine) not in (before, namespace(config()))
+    engine.model_config.revision = NEW
+    assert namespace(engine) == namespace(change("model_config.revision", NEW)), "a commit is a commit"
+    assert len(warned) == 1, "of the engine without a snapshot, and without a revision that is a commit"
+
+
+def test_the_commit_that_the_configuration_came_from(warned: list[str]) -> None:
+    one, other = config(), config()
+    one.model_config.hf_config, other.model_config.hf_config = SimpleNamespace(_commit_hash=OLD), SimpleNamespace(_commit_hash=NEW)
+    assert namespace(one) != namespace(other)
+    assert not warned
+
+
+def test_weights_that_nothing_names(tmp_path: Path, warned: list[str]) -> None:
+    named, dummy, bucket = config(), change("load_config.load_format", "dummy"), config()
+    namespace(named, Settings(chunk_tokens=64, revision="v"))
+    namespace(dummy)
+    assert not warned
+    namespace(config())
+    bucket.model_config.model = str(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    namespace(bucket)
+    (tmp_path / "model.safetensors").touch()
+    bucket.model_config.model_weights = "s3://bucket/model"
+    namespace(bucket)
+    assert [text.split(":")[1].strip() for text in warned] == [
+        "nothing names the weights of org/model",
+        f"nothing names the weights of {tmp_path}",
+        f"nothing names the weights of {tmp_path}",
+    ]
+
+
+def test_weights_that_cannot_be_read(warned: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: str) -> str:
+        raise PermissionError("no")
+
+    monkeypatch.setattr(identity, "name_weights", broken)
+    namespace(config())
+    assert ["cannot be read" in text for text in warned] == [True, False]
+
+
+def test_other_weights_of_the_draft_model(tmp_path: Path) -> None:
+    """Its layers have KV too."""
+    engine = config()
+    draft = SimpleNamespace(model=weights(tmp_path / "d", b"1"), revision=None)
+    engine.speculative_config = SimpleNamespace(method="eagle", draft_model_config=draft)
+    before = namespace(engine)
+    weights(tmp_path / "d", b"2")
+    assert namespace(engine) != before
 
 
 # ---- blocks

@@ -8,21 +8,17 @@ that a restarted engine still hits.
 
 from __future__ import annotations
 
-import logging
 import os
 from typing import Any, Final
 
 import numpy as np
 from blake3 import blake3
 
-from kvtierd.connectors.vllm.identity import local_weights
+from kvtierd.connectors.vllm.adapters import Adapters
 from kvtierd.model import KEY_BYTES
 
 DOMAIN: Final = b"kvtierd.vllm.v1\0"
 MAX_CHAINS: Final = 4096
-MAX_ADAPTERS: Final = 4096
-
-log = logging.getLogger("vllm.kvtierd")
 
 
 def resolve_hashing(vllm_config: Any) -> tuple[str, bool]:
@@ -61,7 +57,7 @@ class Keys:
         self._own_chain = own_chain
         self._groups = groups
         self._chains: dict[str, list[bytes]] = {}
-        self._adapters: dict[tuple[str, str], bytes] = {}
+        self._adapters = Adapters()
         self._epoch = b""
 
     @property
@@ -75,12 +71,19 @@ class Keys:
         self._chains.clear()
         self._adapters.clear()
 
+    def close(self) -> None:
+        """End the thread that looks at adapters."""
+        self._adapters.close()
+
     def forget(self, request_id: str) -> None:
         """The request has gone."""
         self._chains.pop(request_id, None)
+        self._adapters.forget(request_id)
 
     def count(self, request: Any) -> int:
-        """Chunks of the request's confirmed tokens that have a key."""
+        """Chunks of the request's confirmed tokens that have a key; none while it is not known what its adapter is."""
+        if self._adapters.identity(request) is None:
+            return 0
         if self._own_chain:
             return int(request.num_tokens) // self._chunk_tokens
         return len(request.block_hashes) // self._step
@@ -95,30 +98,12 @@ class Keys:
             hashes = self._chain(request, stop)[first:stop]
         else:
             hashes = request.block_hashes[(first + 1) * self._step - 1 : stop * self._step : self._step]
-        adapter = self._adapter(request)
-        if self._groups == 1 and not self._epoch and not adapter and all(len(h) == KEY_BYTES for h in hashes[:1]):
+        adapter = self._adapters.confirmed(request)
+        right_size = not hashes or len(hashes[0]) == KEY_BYTES  # one function makes them all
+        if self._groups == 1 and not self._epoch and not adapter and right_size:
             return list(hashes)
         tail = DOMAIN + group.to_bytes(2, "little") + self._epoch + adapter
         return [blake3(bytes(h) + tail).digest() for h in hashes]
-
-    def _adapter(self, request: Any) -> bytes:
-        """What the request's adapter is, beyond its name and path: another one may be put in the same place, and blocks stay."""
-        lora = getattr(request, "lora_request", None)
-        if not lora:
-            return b""
-        place = str(lora.lora_name), str(lora.lora_path)
-        known = self._adapters.get(place)
-        if known is None:
-            try:
-                text = local_weights(place[1])
-            except OSError as e:
-                log.warning("kvtierd: adapter %s cannot be read, and goes by its path: %s", place[0], e)
-                text = ""
-            known = blake3(_canonical(("lora", *place, text))).digest()
-            if len(self._adapters) >= MAX_ADAPTERS:
-                self._adapters.pop(next(iter(self._adapters)))
-            self._adapters[place] = known
-        return known
 
     def _chain(self, request: Any, stop: int) -> list[bytes]:
         resumable = getattr(request, "resumable", False)  # such a request may lose tokens that were hashed

@@ -7,26 +7,23 @@ share. What makes one request's block differ from another's (tokens, salt, LoRA,
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Final
 
 from kvtierd.connectors.vllm.layout import GroupLayout, UnsupportedLayoutError, is_selective
 from kvtierd.connectors.vllm.metadata import Rank, RankLayout
 from kvtierd.connectors.vllm.settings import Settings
+from kvtierd.connectors.vllm.weights import name_weights
 from kvtierd.model import MAX_SHARD_BYTES, Namespace
 
 MIN_SHARD_BYTES: Final = 4 << 20
 """Smaller ones cost more per token in every step of the way than a prefix that is cut a few tokens earlier."""
 MAX_AUTO_CHUNK_TOKENS: Final = 256
-WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-CONFIGS: Final = ("config.json", "adapter_config.json")
-MAX_WEIGHT_FILES: Final = 4096
-HEAD_BYTES: Final = 1 << 16
-SAMPLES: Final = 32
-SAMPLE_BYTES: Final = 4096
+
+log = logging.getLogger("vllm.kvtierd")
 
 
 @dataclass(frozen=True)
@@ -179,38 +176,27 @@ def _revision(vllm_config: Any, settings: Settings) -> str:
     if settings.revision:
         return settings.revision
     model = vllm_config.model_config
-    return str(getattr(model, "revision", None) or "") + _local_weights(str(model.model))
+    revision = str(getattr(model, "revision", None) or "")
+    found = _weights(vllm_config, model)
+    if not found and not _dummy_weights(vllm_config):
+        log.warning(
+            "kvtierd: nothing names the weights of %s: once they have changed, KV of the old ones would still be found. "
+            "Set kvtierd.revision to a text that changes with them.",
+            model.model,
+        )
+    return found if found.startswith("commit:") else revision + found
 
 
-def _local_weights(folder: str) -> str:
-    found = local_weights(folder)
-    return "local:" + found if found else ""
-
-
-def local_weights(place: str) -> str:
-    """For weights in a local folder or file: a digest of names, sizes and samples of the content, so that other weights in the same
-    place are told apart. Not of times, which differ from host to host. Empty where there are none."""
-    path = Path(place)
-    if path.is_file():
-        files = [path]
-    elif path.is_dir():
-        files = sorted(p for p in path.iterdir() if p.is_file() and (p.suffix in WEIGHTS or p.name in CONFIGS))
-    else:
+def _weights(vllm_config: Any, model: Any) -> str:
+    """Name of a model's weights; see ``name_weights``."""
+    place = str(getattr(model, "model_weights", None) or model.model)  # those in object storage are not where the configuration is
+    cache = str(getattr(getattr(vllm_config, "load_config", None), "download_dir", None) or "")
+    commit = str(getattr(getattr(model, "hf_config", None), "_commit_hash", None) or "")
+    try:
+        return name_weights(place, str(getattr(model, "revision", None) or ""), cache, commit)
+    except OSError as e:
+        log.warning("kvtierd: the weights of %s cannot be read: %s", place, e)
         return ""
-    return _digest("\n".join(f"{p.name}:{p.stat().st_size}:{_samples(p)}" for p in files[:MAX_WEIGHT_FILES]))
-
-
-def _samples(path: Path) -> str:
-    """Digest of a file's head (for safetensors the table of tensors) and of pieces all over it: tuning a model leaves many tensors
-    as they were, often the first ones, and all sizes."""
-    digest = hashlib.blake2b(digest_size=16)
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        digest.update(file.read(HEAD_BYTES))
-        for number in range(1, SAMPLES + 1):
-            file.seek(max(0, size - SAMPLE_BYTES) * number // SAMPLES)
-            digest.update(file.read(SAMPLE_BYTES))
-    return digest.hexdigest()
 
 
 def _model_identity(vllm_config: Any) -> str:
@@ -230,6 +216,7 @@ def _model_identity(vllm_config: Any) -> str:
         "lora": str(getattr(vllm_config, "lora_config", None) is not None),
         "long": _long_positions(model, hf),
         "dummy": _dummy_weights(vllm_config),
+        "code": str(getattr(model, "code_revision", None)),
     }
     return repr(sorted(described.items()))
 
@@ -255,7 +242,9 @@ def _speculative(vllm_config: Any) -> str:
     if speculative is None:
         return ""
     draft = getattr(speculative, "draft_model_config", None)
-    return f"{getattr(speculative, 'method', '')}:{getattr(draft, 'model', '')}:{getattr(draft, 'revision', '')}"
+    named = f"{getattr(speculative, 'method', '')}:{getattr(draft, 'model', '')}:{getattr(draft, 'revision', '')}"
+    own = draft is not None and draft.model != vllm_config.model_config.model  # else its weights are the model's
+    return f"{named}:{_weights(vllm_config, draft)}" if own else named
 
 
 def _release() -> str:

@@ -162,6 +162,8 @@ class SchedulerSide:
         self._loads.close()
         if self._saves is not None:
             self._saves.close()
+        if self._ctx is not None:
+            self._ctx.keys.close()
 
     # ---- a request's way
 
