@@ -270,6 +270,23 @@ def test_the_smallest_chunk_of_four_mebibytes_a_rank() -> None:
         tokens(1 << 32, chunk_tokens=64)
 
 
+@pytest.mark.parametrize(
+    ("window", "block", "tokens"),
+    [(1024, 16, 256), (128, 16, 128), (100, 16, 96), (8, 16, 16), (64, 48, 48)],
+)
+def test_a_chunk_is_no_wider_than_a_window(window: int, block: int, tokens: int, warned: list[str]) -> None:
+    """What has left a window while the rest of its chunk is computed cannot be saved."""
+    groups = [replace(g, block_tokens=block, block_bytes=block * 4096) for g in (FULL, replace(WINDOW, window=window))]
+    made = layouts(*groups)
+    assert engine_plan(config(), made, Settings(revision="v"), "a").chunk_tokens == tokens
+    assert engine_plan(config(), made, Settings(revision="v", chunk_tokens=tokens), "a").chunk_tokens == tokens
+    assert not warned
+    wider = 4 * tokens * (window // tokens or 1)
+    assert engine_plan(config(), made, Settings(revision="v", chunk_tokens=wider), "a").chunk_tokens == wider
+    assert len(warned) == 1
+    assert f"make it {max(block, window // block * block)}." in warned[0]
+
+
 def test_groups_of_the_same_size_share_a_pool() -> None:
     plan = engine_plan(config(), layouts(FULL, WINDOW), Settings(chunk_tokens=64), "a")
     assert [g.pool for g in plan.groups] == [0, 0]

@@ -132,15 +132,26 @@ def _sizes(vllm_config: Any) -> tuple[int, int]:
 
 def _chunk_tokens(by_group: Sequence[tuple[GroupLayout, ...]], settings: Settings) -> int:
     unit = math.lcm(*(ranks[0].block_tokens for ranks in by_group))
+    # Blocks leave a window while the rest of a wider chunk is still to be computed, and what has left cannot be saved.
+    narrowest = min((ranks[0].window for ranks in by_group if ranks[0].window), default=0)
+    widest = max(unit, (narrowest or MAX_AUTO_CHUNK_TOKENS) // unit * unit)
     if settings.chunk_tokens:
         if settings.chunk_tokens % unit:
             raise UnsupportedLayoutError(
                 f"kvtierd.chunk_tokens is {settings.chunk_tokens}, but has to be a multiple of {unit} (this engine's block size)"
             )
+        if narrowest and settings.chunk_tokens > widest:
+            log.warning(
+                "kvtierd: kvtierd.chunk_tokens is %d, more than this model's smallest attention window of %d tokens: chunks that "
+                "are computed in several steps cannot be saved. Leave it out, or make it %d.",
+                settings.chunk_tokens,
+                narrowest,
+                widest,
+            )
         return settings.chunk_tokens
     smallest: float = min(g.block_bytes / g.block_tokens for ranks in by_group for g in ranks)
     wanted = math.ceil(MIN_SHARD_BYTES / smallest)
-    return max(unit, min(-(-wanted // unit), MAX_AUTO_CHUNK_TOKENS // unit) * unit)
+    return max(unit, min(-(-wanted // unit) * unit, MAX_AUTO_CHUNK_TOKENS // unit * unit, widest))
 
 
 def _namespace(
