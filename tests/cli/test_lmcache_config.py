@@ -107,6 +107,35 @@ def test_vllm_s_present_setting_is_changed_and_no_more(kvtierd: Kvtierd, tmp_pat
     }
 
 
+def test_one_of_several_connectors(kvtierd: Kvtierd) -> None:
+    """Only LMCache's becomes kvtierd's, and the others stay as they are."""
+    nixl = {"kv_connector": "NixlConnector", "kv_role": "kv_producer", "kv_connector_extra_config": {"backends": ["UCX"]}}
+    lmcache = {
+        "kv_connector": "LMCacheConnectorV1Dynamic",
+        "kv_connector_module_path": "lmcache.integration.vllm.lmcache_connector_v1",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"lmcache.chunk_size": 64, "lmcache.max_local_cpu_size": 3},
+    }
+    present = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_producer",
+        "engine_id": "e",
+        "kv_connector_extra_config": {"connectors": [nixl, lmcache], "other": 1},
+    }
+    result = kvtierd("lmcache-config", "--kv-transfer-config", json.dumps(present), "--json")
+    answer = json.loads(result.stdout)
+    assert answer["warnings"] == []
+    assert answer["daemon"]["cpu"] == {"capacity": "3GiB"}
+    ours = {"kv_connector": "KvtierdConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"kvtierd.chunk_tokens": 64}}
+    assert answer["kv_transfer_config"] == {
+        **present,
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [nixl, ours], "other": 1},
+    }
+    again = kvtierd("lmcache-config", "--kv-transfer-config", json.dumps(answer["kv_transfer_config"]), "--json")
+    assert json.loads(again.stdout)["kv_transfer_config"] == answer["kv_transfer_config"]
+
+
 def test_a_configuration_without_sizes_leaves_the_daemon_s_defaults(kvtierd: Kvtierd, tmp_path: Path) -> None:
     text = '{"kv_connector_extra_config": {"lmcache.mp.port": 5555}}'
     result = kvtierd("lmcache-config", "--kv-transfer-config", text)
@@ -131,6 +160,12 @@ def test_warnings_never_steer_the_terminal(kvtierd: Kvtierd, tmp_path: Path) -> 
         (["--kv-transfer-config", "{"], "--kv-transfer-config is not valid JSON"),
         (["--kv-transfer-config", "[]"], "--kv-transfer-config is a JSON object"),
         (["--kv-transfer-config", '{"kv_connector_extra_config": 1}'], "kv_connector_extra_config is a JSON object"),
+        (["--kv-transfer-config", '{"kv_connector": "NixlConnector"}'], "'NixlConnector', which is not LMCache's"),
+        (["--kv-transfer-config", '{"kv_connector": "MultiConnector"}'], "connectors inside MultiConnector is a list"),
+        (
+            ["--kv-transfer-config", '{"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [{}]}}'],
+            "0 of the connectors inside MultiConnector are LMCache's, not one",
+        ),
         (["--server-args", "'"], "--server-args: No closing quotation"),
         (["--server-args", "--l1-size-gb lots"], "--l1-size-gb (GB) is a number"),
         (["--server-args", "--l1-size-gb 0.0001"], "cpu.capacity is below 1MiB"),
