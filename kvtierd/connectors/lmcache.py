@@ -27,6 +27,8 @@ __all__ = ["LmcacheConfigError", "RequestSettings", "Translation", "read_config_
 PREFIX: Final = "kvtierd."
 DEFAULT_CPU_GIB: Final = 5.0
 """LMCache's max_local_cpu_size when none is given."""
+DEFAULT_DAEMON: Final[dict[str, dict[str, object]]] = {"cpu": {"capacity": "5GiB"}, "nvme": {"capacity": 0}}
+"""The daemon's configuration that follows from LMCache's defaults."""
 WAITS_MS: Final = {"kvtierd.lookup_timeout_ms": 2000.0, "kvtierd.load_timeout_ms": 30_000.0, "kvtierd.save_timeout_ms": 2000.0}
 """The connector's own limits, which LMCache's mq_timeout can only lower."""
 MAX_FILE_BYTES: Final = 1 << 20

@@ -54,6 +54,8 @@ def _missing(names: str, text: str, *quiet: str, form: str = "value") -> Key:
     return Key(tuple(names.split()), Effect.MISSING, text, quiet, form)
 
 
+_HASHES = "keys are the engine's own block hashes, or a chain of kvtierd's where those change with every process"
+_EVENTS = "vLLM's kv_events_config switches KV events on; kvtierd's are among them"
 _REMOTE = "kvtierd keeps blocks in memory and on disks of its own host: give the disks in nvme.folders"
 _PD = "disaggregated prefill is the work of another connector: combine vLLM's NixlConnector with kvtierd by MultiConnector"
 _P2P = "kvtierd does not exchange blocks with other hosts; route a user's requests to the same host"
@@ -88,7 +90,7 @@ ENGINE: Final[tuple[Key, ...]] = (
     ),
     _missing("reserve_local_cpu_size", "cpu.capacity is a fixed limit: choose it so that this much memory stays free"),
     _ignored("local_disk_path_sharding gds_path_sharding", "blocks are spread over all folders"),
-    _ignored("numa_mode", "memory is taken on the NUMA node of the worker that uses it"),
+    _ignored("numa_mode", "a shard's memory comes from the NUMA node of its worker's device, where the worker knows it"),
     _missing("cache_policy", "the least recently used blocks go first; pin blocks that must stay", "lru"),
     _missing("retrieve_locations store_location", "a block is saved to memory and moves to NVMe by cpu.ttl and cpu.free_target"),
     _missing("priority_limit", "give requests that must not be saved kv_transfer_params kvtierd.skip_save"),
@@ -99,7 +101,7 @@ ENGINE: Final[tuple[Key, ...]] = (
         "use_layerwise enable_async_loading use_gpu_connector_v3 enable_scheduler_bypass_lookup lookup_server_worker_ids",
         "loads and saves run beside the engine's steps, and lookups ask the daemon, not workers",
     ),
-    _ignored("pre_caching_hash_algorithm", "keys are made of the engine's own block hashes"),
+    _ignored("pre_caching_hash_algorithm", _HASHES),
     _ignored("pin_timeout_sec pin_check_interval_sec", "blocks in use are held until the load ends or its deadline passes"),
     _ignored("py_enable_gc", "garbage collection of the engine's process is left alone"),
     _missing("remote_url remote_storage_plugins storage_plugins external_backends", _REMOTE),
@@ -151,7 +153,7 @@ ENGINE: Final[tuple[Key, ...]] = (
         "chunk_statistics_auto_exit_target_unique_chunks chunk_statistics_strategy",
         "belong to enable_chunk_statistics",
     ),
-    _missing("enable_kv_events", "kvtierd's connector publishes no KV events; vLLM's own tell about the GPU's blocks"),
+    _missing("enable_kv_events", _EVENTS),
     _missing("remote_config_url", "kvtierd fetches no configuration; roll a file or KVTIERD_* variables out instead"),
     _ignored("app_id", "belongs to remote_config_url"),
     _missing("enable_hidden_state_cache", _HIDDEN),
@@ -170,7 +172,7 @@ EXTRA: Final[tuple[Key, ...]] = (
         "tune parts that kvtierd does not have",
     ),
     _missing("force_store_wait", "a save that finds no room is left out and never makes the engine wait"),
-    _missing("gpu_to_numa_mapping", "workers say on which NUMA node they run; bind them with the engine's own options"),
+    _missing("gpu_to_numa_mapping", "workers find the NUMA node of their device; bind them with the engine's own options"),
     _missing("enable_nixl_storage", _REMOTE),
     _ignored("nixl_*", "belong to enable_nixl_storage"),
     _missing("audit_backend_enabled", "every block has a checksum that is compared when it is read"),
@@ -198,7 +200,7 @@ CONNECTOR: Final[tuple[Key, ...]] = (
     _ignored("lmcache.mp.nonblocking_lookup_status", "lookups never block the scheduler"),
     _ignored("lmcache.mp.heartbeat_interval", "a daemon that goes away is noticed by its closed stream"),
     _ignored("lmcache.mp.mp_transfer_mode lmcache.mp.isolated_ipc lmcache.mp.use_vmm_api", _OWN_COPY),
-    _ignored("lmcache.mp.hash_algorithm", "keys are made of the engine's own block hashes"),
+    _ignored("lmcache.mp.hash_algorithm", _HASHES),
     _missing("lmcache.mp.transfer_intermediate_tensors", "only KV cache is kept, no query tensors"),
     _missing(
         "lmcache.mp.lazy_offload", 'blocks are saved when they are computed, in the background; kvtierd.role = "load" saves none'
@@ -253,7 +255,7 @@ SERVER: Final[tuple[Key, ...]] = (
     _ignored("--max-workers --max-gpu-workers --max-cpu-workers", "the daemon does not copy; nvme.depth limits its I/O"),
     _ignored("--supported-transfer-mode --shm-name", _OWN_COPY),
     _ignored("--isolated-ipc", _OWN_COPY, "switch"),
-    _ignored("--hash-algorithm --null-block-id", "keys are made of the engine's own block hashes"),
+    _ignored("--hash-algorithm --null-block-id", _HASHES),
     _ignored("--separate-object-groups", "every KV cache group has blocks of its own", "switch"),
     _missing("--engine-type", _BLEND, "default"),
     _ignored("--enable-segmented-prefix --enable-dedup-content --enable-blend-reorder", "belong to --engine-type blend", "flag"),
@@ -265,7 +267,7 @@ SERVER: Final[tuple[Key, ...]] = (
     _missing("--server-module", _PLUGIN, form="append"),
     _missing("--run-script-api-enabled", _SCRIPT, form="switch"),
     _ignored("--script-allowed-imports", "belongs to --run-script-api-enabled", "list"),
-    _ignored("--kv-event-log-size", "KV events are the engine's own"),
+    _ignored("--kv-event-log-size", _EVENTS),
     _missing("--p2p-advertise-url", _P2P),
     _ignored("--p2p-listen-url --p2p-lookup-timeout --p2p-load-timeout --p2p-transfer-engine", "belong to --p2p-advertise-url"),
     _missing("--coordinator-url", _CONTROLLER),
@@ -322,7 +324,7 @@ VARIABLES: Final[tuple[Key, ...]] = (
 
 REQUEST: Final[tuple[Key, ...]] = (
     _used("lmcache.tag.tenant", "the tenant of the request; kvtierd.tenant counts more"),
-    _used("lmcache.ttl", "seconds that the request's blocks live; kvtierd.ttl counts more"),
+    _used("lmcache.ttl", "seconds until the request's blocks are forgotten, never sooner than without it; kvtierd.ttl counts more"),
     _used("lmcache.skip_save", "nothing of the request is saved; kvtierd.skip_save counts more"),
     _used("lmcache.max_offload_tokens", "only the first so many tokens are saved; kvtierd.max_save_tokens counts more"),
     _ignored("lmcache.tag.*", "other tags name nothing here; vLLM's cache_salt keeps requests apart"),

@@ -7,6 +7,7 @@ and requests that load (``small_engine``). What a worker or a daemon that is not
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -16,8 +17,9 @@ import pytest
 
 pytest.importorskip("vllm.v1.core.sched.async_scheduler", reason="vLLM is not installed here: run make test-vllm")
 
+from vllm.config import KVTransferConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvtierd.connectors.vllm import KvtierdConnector, connector, register, versions
@@ -277,13 +279,67 @@ def test_versions(version: str, refused: bool) -> None:
         versions.check_version(version)
 
 
-def test_it_warns_about_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
-    warned: list[str] = []
-    monkeypatch.setattr(connector.log, "warning", lambda text, *_: warned.append(text))
+@pytest.fixture
+def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    found: list[str] = []
+    monkeypatch.setattr(connector.log, "warning", lambda text, *values: found.append(text % values))
+    return found
+
+
+def test_it_warns_about_the_policy(warned: list[str]) -> None:
     for policy in ({"kv_load_failure_policy": "fail"}, {"kv_load_failure_policy": "recompute"}, {}):
-        connector._check_policy(SimpleNamespace(**policy))
+        connector._check_policy(SimpleNamespace(kv_transfer_config=SimpleNamespace(**policy)))
     assert len(warned) == 1
     assert "recompute" in warned[0]
+
+
+@pytest.mark.parametrize(("outside", "inside", "warnings"), [("recompute", "fail", 0), ("fail", "recompute", 1)])
+def test_inside_another_connector_the_policy_of_that_one_counts(
+    attached: SmallEngine, warned: list[str], outside: str, inside: str, warnings: int
+) -> None:
+    """vLLM makes workers with the configuration that it acts on set, and gives each connector inside MultiConnector its own."""
+    multi = copy.copy(attached.config)
+    multi.kv_transfer_config = KVTransferConfig(kv_connector="MultiConnector", kv_role="kv_both", kv_load_failure_policy=outside)
+    own = copy.copy(attached.ranks[0].connector._vllm_config)
+    own.kv_transfer_config = copy.copy(own.kv_transfer_config)
+    own.kv_transfer_config.kv_load_failure_policy = inside
+    with set_current_vllm_config(multi):
+        KvtierdConnector(own, KVConnectorRole.WORKER, attached.ranks[0].connector._kv_cache_config).shutdown()
+    assert len(warned) == warnings
+    assert all("beside MultiConnector" in text for text in warned)
+
+
+def test_a_worker_reads_no_settings(attached: SmallEngine) -> None:
+    """What they say is for the scheduler's side, and a file that only one host has would end that host's workers."""
+    own = copy.copy(attached.ranks[0].connector._vllm_config)
+    own.kv_transfer_config = copy.copy(own.kv_transfer_config)
+    own.kv_transfer_config.kv_connector_extra_config = {"kvtierd.nothing": 1}
+    KvtierdConnector(own, KVConnectorRole.WORKER, attached.ranks[0].connector._kv_cache_config).shutdown()
+
+
+@pytest.mark.parametrize(("kv_role", "saves", "loads"), [("kv_producer", True, False), ("kv_consumer", False, True)])
+def test_the_engine_s_role(kv_role: str, saves: bool, loads: bool, attached: SmallEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = copy.copy(attached.config)
+    config.kv_transfer_config = copy.copy(config.kv_transfer_config)
+    config.kv_transfer_config.kv_role = kv_role
+    made = KvtierdConnector(config, KVConnectorRole.SCHEDULER, attached.connector._kv_cache_config)
+    assert made._scheduler is not None
+    assert (made._scheduler._settings.saves, made._scheduler._settings.loads) == (saves, loads)
+    made.shutdown()
+
+
+def test_requests_may_not_ask_for_anything(engines: Engines) -> None:
+    engine = engines(request_params=False, tenant="t")
+    asks = {"kvtierd.tenant": "other", "kvtierd.pin": True, "kvtierd.skip_save": True, "kvtierd.nothing": 1}
+    tokens = prompt(300, next(SEEDS))
+    engine.add("a", tokens, params=asks)
+    state = engine.side._requests["a"]
+    assert (state.tenant, state.settings.pin_s, state.bypass) == ("", None, False)
+    engine.run("a")
+    engine.settle()
+    engine.forget()
+    engine.generate("b", tokens)
+    assert engine.computed["b"] < 300
 
 
 class Cell:

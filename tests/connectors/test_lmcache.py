@@ -124,6 +124,10 @@ def test_nothing_given_says_nothing() -> None:
     assert translate({"kvtierd.gate": False, "other": 1}, {"HOME": "/root"}).settings == {"kvtierd.gate": False}
 
 
+def test_what_lmcache_s_defaults_give_the_daemon() -> None:
+    assert translate({}, {}, {"chunk_size": 16}).daemon == translate({}, {}, NAMES["engine"]).daemon == lmcache.DEFAULT_DAEMON
+
+
 def test_an_in_process_file() -> None:
     file = {
         "chunk_size": 128,

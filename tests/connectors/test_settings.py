@@ -45,6 +45,7 @@ def test_nothing_said() -> None:
         ("salt_tenants", {"s": "t"}, {"s": "t"}),
         ("revision", "v2", "v2"),
         ("role", "load", "load"),
+        ("request_params", False, False),
     ],
 )
 def test_good_values(name: str, value: Any, understood: Any) -> None:
@@ -97,6 +98,37 @@ def test_own_keys_go_before_those_of_lmcache() -> None:
 @pytest.mark.parametrize(("role", "saves", "loads"), [("both", True, True), ("save", True, False), ("load", False, True)])
 def test_roles(role: str, saves: bool, loads: bool) -> None:
     assert (read(role=role).saves, read(role=role).loads) == (saves, loads)
+
+
+@pytest.mark.parametrize(
+    ("kv_role", "role"), [("kv_both", "both"), ("kv_producer", "save"), ("kv_consumer", "load"), (None, "both")]
+)
+def test_the_engine_s_role_decides_where_nothing_else_does(kv_role: str | None, role: str) -> None:
+    assert read_settings({}, {}, kv_role)[0].role == role
+    assert read_settings({}, {"LMCACHE_FORCE_SKIP_SAVE": "1"}, kv_role)[0].role == "load"
+    assert read_settings({"kvtierd.role": "both"}, {"LMCACHE_FORCE_SKIP_SAVE": "1"}, kv_role)[0].role == "both"
+
+
+@pytest.mark.parametrize(
+    ("extra", "environ", "named"),
+    [
+        ({"lmcache.chunk_size": 256}, {}, ""),
+        ({"lmcache.max_local_cpu_size": 5.0, "lmcache.max_local_disk_size": 0}, {}, ""),
+        ({"lmcache.max_local_cpu_size": 60}, {}, "cpu.capacity"),
+        ({}, {"LMCACHE_MAX_LOCAL_CPU_SIZE": "60"}, "cpu.capacity"),
+        ({}, {"LMCACHE_LOCAL_DISK": "/d", "LMCACHE_MAX_LOCAL_DISK_SIZE": "9"}, "nvme.capacity, nvme.folders"),
+        ({}, {"LMCACHE_LOG_LEVEL": "debug"}, "log.level"),
+        ({"lmcache.enable_lazy_memory_allocator": True}, {}, "cpu.prefault"),
+        ({"lmcache.mp.autostart.server_args": "--l1-size-gb 60 --http-port 1"}, {}, "cpu.capacity, server.metrics"),
+    ],
+)
+def test_what_only_the_daemon_could_give_is_named(extra: dict[str, Any], environ: dict[str, str], named: str) -> None:
+    """An engine cannot, so a size that LMCache would keep to is not dropped without a word."""
+    warnings = read_settings(extra, environ)[1]
+    assert len(warnings) == bool(named)
+    if named:
+        assert f"sets what here is {named}: " in warnings[0]
+        assert "kvtierd lmcache-config" in warnings[0]
 
 
 def test_every_number_has_limits() -> None:

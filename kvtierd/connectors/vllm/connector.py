@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
@@ -54,24 +55,26 @@ class KvtierdConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        transfer = vllm_config.kv_transfer_config
-        settings, warnings = read_settings(transfer.kv_connector_extra_config or {})
         self._failures: Counter[str] = Counter()
         self._untold_failures = 0
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
             check_version()
+            transfer = vllm_config.kv_transfer_config
+            settings, warnings = read_settings(transfer.kv_connector_extra_config or {}, kv_role=transfer.kv_role)
             for warning in warnings:
                 log.warning("kvtierd: %s", warning)
-            _check_policy(transfer)
             self._scheduler = SchedulerSide(
                 vllm_config, kv_cache_config, settings, selective=SELECTIVE, keeps_stepping=KEEPS_STEPPING
             )
             log.info("kvtierd %s: connector for %s", __version__, settings.address or "the default socket")
         else:
             parallel = vllm_config.parallel_config
-            self._worker = WorkerSide(vllm_config, kv_cache_config, _rank(parallel), int(parallel.tensor_parallel_size))
+            rank = _rank(parallel)
+            if rank == (0, 0):
+                _check_policy(vllm_config)
+            self._worker = WorkerSide(vllm_config, kv_cache_config, rank, int(parallel.tensor_parallel_size))
         self._bad_blocks: set[int] = set()
 
     def _guard(self, hook: str, otherwise: T, run: Callable[[], T]) -> T:
@@ -356,11 +359,15 @@ def _rank(parallel: Any) -> tuple[int, int]:
         return rank // tp, rank % tp
 
 
-def _check_policy(transfer: Any) -> None:
-    policy = getattr(transfer, "kv_load_failure_policy", None)
+def _check_policy(vllm_config: Any) -> None:
+    """Called where a worker is made, for only there vLLM tells the configuration that it acts on: inside MultiConnector,
+    ``vllm_config`` is one of ours alone, and its policy is not looked at."""
+    acting = (get_current_vllm_config_or_none() or vllm_config).kv_transfer_config
+    policy = getattr(acting, "kv_load_failure_policy", None)
     if policy is not None and policy != "recompute":
         log.warning(
             "kvtierd: kv_load_failure_policy is %r: a load that fails (the daemon was restarted in the middle of it) fails the "
-            'user\'s request. Set "kv_load_failure_policy": "recompute" in --kv-transfer-config to have it computed instead.',
+            'user\'s request. Set "kv_load_failure_policy": "recompute" in --kv-transfer-config (beside %s) to have it computed.',
             policy,
+            getattr(acting, "kv_connector", ""),
         )

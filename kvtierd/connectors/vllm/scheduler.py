@@ -177,7 +177,8 @@ class SchedulerSide:
         state = self._requests.get(request.request_id)
         if state is None:
             try:
-                settings, bypass = request_settings(request.kv_transfer_params), False
+                params = request.kv_transfer_params if self._settings.request_params else None
+                settings, bypass = request_settings(params), False
             except ValueError as e:
                 log.warning("kvtierd: request %s is served without a cache: %s", request.request_id, e)
                 settings, bypass = request_settings(None), True

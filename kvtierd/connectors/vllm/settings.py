@@ -13,6 +13,8 @@ from kvtierd.connectors import lmcache
 
 PREFIX: Final = "kvtierd."
 ROLES: Final = ("both", "save", "load")
+KV_ROLES: Final = {"kv_producer": "save", "kv_consumer": "load"}
+"""vLLM's ``kv_role`` to the role that follows from it; any other stands for "both"."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Settings:
         address: of the daemon, ``unix:PATH``; empty means ``$KVTIERD_ADDRESS`` or the default socket.
         tenant: who is billed when a request names nobody; empty means "default".
         chunk_tokens: tokens in one block of kvtierd; 0 picks the smallest multiple of the engine's blocks that makes a shard
-            of 4 MiB, at most 256 tokens.
+            of 4 MiB, at most 256 tokens and the model's smallest attention window.
         lookup_timeout_ms: longest that a request waits for a lookup and for blocks on NVMe.
         load_timeout_ms: longest that a load into the engine's KV cache may take before it counts as failed.
         save_timeout_ms: longest that blocks are held for the daemon's answer to a save.
@@ -36,6 +38,7 @@ class Settings:
         salt_tenants: ``cache_salt`` of a request to the tenant it belongs to.
         revision: revision of the weights, when the model's name and revision do not say it.
         role: "both", "save" (never load) or "load" (never save).
+        request_params: requests may ask for something in their ``kv_transfer_params``; else what they say there is ignored.
     """
 
     address: str = ""
@@ -53,6 +56,7 @@ class Settings:
     salt_tenants: Mapping[str, str] = field(default_factory=dict)
     revision: str = ""
     role: str = "both"
+    request_params: bool = True
 
     @property
     def saves(self) -> bool:
@@ -76,14 +80,22 @@ _LIMITS: Final[dict[str, tuple[float, float]]] = {
 }
 
 
-def read_settings(extra_config: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> tuple[Settings, list[str]]:
+def read_settings(
+    extra_config: Mapping[str, Any], environ: Mapping[str, str] | None = None, kv_role: str | None = None
+) -> tuple[Settings, list[str]]:
     """Settings and warnings, from ``kv_connector_extra_config`` and LMCache's own sources below it.
+
+    Args:
+        extra_config: ``kv_connector_extra_config`` of vLLM.
+        environ: variables; None for the process's own.
+        kv_role: vLLM's, which decides on the role where nothing else does.
 
     Raises:
         ValueError: a ``kvtierd.`` key is unknown or its value cannot be used; the text names it and what is allowed.
     """
     translation = lmcache.translate(extra_config, os.environ if environ is None else environ)
-    values = {k.removeprefix(PREFIX): v for k, v in translation.settings.items()}
+    values: dict[str, Any] = {"role": KV_ROLES[kv_role]} if kv_role in KV_ROLES else {}
+    values |= {k.removeprefix(PREFIX): v for k, v in translation.settings.items()}
     values |= {k.removeprefix(PREFIX): v for k, v in extra_config.items() if k.startswith(PREFIX)}
     known = {f.name: f for f in fields(Settings)}
     for name in values:
@@ -92,7 +104,21 @@ def read_settings(extra_config: Mapping[str, Any], environ: Mapping[str, str] | 
             hint = f"; did you mean {PREFIX}{close[0]}?" if close else f"; known: {', '.join(PREFIX + n for n in known)}"
             raise ValueError(f"{PREFIX}{name} in kv_connector_extra_config is not known{hint}")
     checked = {name: _checked(name, str(known[name].type), value) for name, value in values.items()}
-    return Settings(**checked), list(translation.warnings)
+    return Settings(**checked), [*translation.warnings, *_sizes_warning(translation.daemon)]
+
+
+def _sizes_warning(daemon: Mapping[str, Any]) -> list[str]:
+    """A line where LMCache's configuration asks for something that only the daemon could give, and not only LMCache's defaults."""
+    keys = [
+        f"{section}.{key}"
+        for section, table in daemon.items()
+        for key, value in table.items()
+        if lmcache.DEFAULT_DAEMON.get(section, {}).get(key) != value
+    ]
+    if not keys:
+        return []
+    text = "are the daemon's, and an engine does not give them to it: start it with what `kvtierd lmcache-config` writes"
+    return [f"LMCache's configuration sets what here is {', '.join(keys)}: these {text}"]
 
 
 def _checked(name: str, kind: str, value: Any) -> Any:

@@ -7,7 +7,7 @@ import re
 from typing import Final
 
 OLDEST: Final = (0, 23)
-NEWEST_KNOWN: Final = (0, 33)
+NEWEST_KNOWN: Final = (0, 32)
 
 log = logging.getLogger("vllm.kvtierd")
 
