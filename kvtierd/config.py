@@ -277,6 +277,7 @@ class LogConfig(_Section):
 
     level: str = Field("info", pattern="^(debug|info|warning|error)$", description="Least level that is written.")
     json_lines: bool = Field(False, description="One JSON object a line instead of text.")
+    slow: Duration = Field(1.0, description="Calls and moves that take longer are told as warnings; 0 tells none.")
 
 
 class Config(_Section):

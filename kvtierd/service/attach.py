@@ -171,7 +171,7 @@ class AttachStream:
         except Exception as e:
             await self._fail(call.id, kind, e, began_s)
         else:
-            self._metrics.rpc(kind.capitalize(), "OK", time.perf_counter() - began_s)
+            self._calls.answered(kind.capitalize(), "OK", began_s)
 
     async def _simple(self, attached: Attached, call: pb.Call, kind: str) -> None:
         calls = self._calls
@@ -265,7 +265,7 @@ class AttachStream:
     async def _fail(self, call_id: int, kind: str, error: Exception, began_s: float) -> None:
         told = as_request_error(error)
         self._metrics.rejected(told.reason)
-        self._metrics.rpc(kind.capitalize(), code_number(told.reason), time.perf_counter() - began_s)
+        self._calls.answered(kind.capitalize(), code_number(told.reason), began_s)
         failure = pb.CallError(code=code_number(told.reason), reason=int(told.reason), message=told.message)  # type: ignore[arg-type]
         await self._write(pb.AttachResponse(reply=pb.Reply(id=call_id, last=True, error=failure)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Final
 
@@ -13,6 +14,7 @@ from kvtierd.core.tier_core import HELD, OUTCOME_NAMES
 from kvtierd.errors import Reason, RequestError
 from kvtierd.model import MAX_TTL_S, Tier, count_keys, split_keys
 from kvtierd.runtime import Attached, Runtime
+from kvtierd.service.logs import SlowLog
 from kvtierd.service.metrics import Metrics
 from kvtierd.v1 import kvtier_pb2 as pb
 
@@ -22,12 +24,17 @@ MAX_PIN_S: Final = 30 * 86_400.0
 """Longest life of a pin."""
 
 
+UNHURRIED: Final = frozenset(["Attach", "Prefetch"])
+"""Calls that last as long as their client wants."""
+
+
 class Calls:
     """Data calls over a runtime. Every method raises RequestError for what it cannot serve."""
 
-    def __init__(self, runtime: Runtime, metrics: Metrics) -> None:
+    def __init__(self, runtime: Runtime, metrics: Metrics, slow: SlowLog) -> None:
         self._rt = runtime
         self._metrics = metrics
+        self._slow = slow
         self._epoch = runtime.boot_epoch
 
     def session(self, token: bytes) -> Attached:
@@ -41,6 +48,13 @@ class Calls:
         realm = await self._rt.realm(tenant, attached.namespace)
         attached.realm_ids.add(realm.realm_id)
         return realm
+
+    def answered(self, method: str, code: int | str, began_s: float) -> None:
+        """Count a call that began at ``began_s`` (``time.perf_counter``) and has ended with a status."""
+        seconds = time.perf_counter() - began_s
+        self._metrics.rpc(method, code, seconds)
+        if method not in UNHURRIED:
+            self._slow.check(method, seconds)
 
     # ---- requests that have a name
 

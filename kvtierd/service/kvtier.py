@@ -45,7 +45,7 @@ class KvTierServicer(kvtier_pb2_grpc.KvTierServiceServicer):
         try:
             answer = await work()
         except (asyncio.CancelledError, grpc.aio.BaseError) as e:
-            self._metrics.rpc(method, "CANCELLED", time.perf_counter() - began_s)
+            self._calls.answered(method, "CANCELLED", began_s)
             if isinstance(e, asyncio.CancelledError):
                 raise
             # What was written could not be sent: nobody is there to take it, which is no fault of the daemon's.
@@ -53,10 +53,10 @@ class KvTierServicer(kvtier_pb2_grpc.KvTierServiceServicer):
         except Exception as e:
             told = status.as_request_error(e)
             self._metrics.rejected(told.reason)
-            self._metrics.rpc(method, status.code_number(told.reason), time.perf_counter() - began_s)
+            self._calls.answered(method, status.code_number(told.reason), began_s)
             await status.abort(context, told)
         else:
-            self._metrics.rpc(method, "OK", time.perf_counter() - began_s)
+            self._calls.answered(method, "OK", began_s)
             return answer
 
     async def _unary(self, context: Context, method: str, request: Any, call: Callable[[Attached, Any], Any]) -> Any:

@@ -5,8 +5,41 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import time
+from typing import Final
 
 from kvtierd.config import LogConfig
+
+SLOW_EVERY_S: Final = 10.0
+"""Of each kind of operation at most one warning in this time; the next one tells how many there were in between."""
+
+log = logging.getLogger(__name__)
+
+
+class SlowLog:
+    """Warns of operations that took too long. Used on the event loop.
+
+    Args:
+        limit_s: from this long on; 0 for never.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._told: dict[str, tuple[float, int]] = {}
+        """Of each kind: when it was last told, and how many were not since."""
+
+    def check(self, kind: str, seconds: float, detail: str = "") -> None:
+        """Warn if an operation of a kind, of which there are few, was slow."""
+        if not self._limit_s or seconds < self._limit_s:
+            return
+        now = time.monotonic()
+        told_s, silent = self._told.get(kind, (-SLOW_EVERY_S, 0))
+        if now - told_s < SLOW_EVERY_S:
+            self._told[kind] = told_s, silent + 1
+            return
+        self._told[kind] = now, 0
+        more = f"; {silent} more since the last such line" if silent else ""
+        log.warning("slow: %s took %.2f s%s%s", kind, seconds, f" ({detail})" if detail else "", more)
 
 
 class JsonFormatter(logging.Formatter):

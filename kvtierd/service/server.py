@@ -29,7 +29,7 @@ from kvtierd.service.calls import Calls
 from kvtierd.service.fdpass import DescriptorServer
 from kvtierd.service.http import MetricsServer
 from kvtierd.service.kvtier import KvTierServicer, add_to_server
-from kvtierd.service.logs import set_up_logging
+from kvtierd.service.logs import SlowLog, set_up_logging
 from kvtierd.service.metrics import Metrics, watch_loop_lag
 from kvtierd.service.socketpath import SocketPath
 from kvtierd.tiers.cpu import check_limits
@@ -49,6 +49,7 @@ class Daemon:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.metrics = Metrics(tenants=config.tenants)
+        self._slow = SlowLog(config.log.slow)
         self.runtime: Runtime
         self._socket = SocketPath(config.server.socket, socket.SOCK_STREAM, key="server.socket", name="gRPC socket", private=True)
         self.stopping = asyncio.Event()
@@ -130,7 +131,7 @@ class Daemon:
                 ("grpc.so_reuseport", 0),
             ],
         )
-        servicer = KvTierServicer(self.runtime, Calls(self.runtime, self.metrics), self.metrics)
+        servicer = KvTierServicer(self.runtime, Calls(self.runtime, self.metrics, self._slow), self.metrics)
         add_to_server(servicer, server)
         admin_pb2_grpc.add_KvTierAdminServiceServicer_to_server(AdminServicer(self.runtime, self.metrics, self.config), server)
         names = [pb2.DESCRIPTOR.services_by_name[n].full_name for pb2, n in _SERVICES]
@@ -183,6 +184,9 @@ class Daemon:
         metrics = self.metrics
         metrics.queue_wait(report.priority.name.lower(), report.waited_s)
         metrics.move_seconds(report.src_tier, report.dst_tier, report.took_s)
+        edge = f"moving blocks from {report.src_tier.name.lower()} to {report.dst_tier.name.lower()}"
+        detail = f"{len(report.results)} blocks, {report.waited_s:.2f} s of it in the queue"
+        self._slow.check(edge, report.took_s + report.waited_s, detail)
         device = max(report.src_tier, report.dst_tier)
         for _, result in report.results:
             if result.value == "corrupt":
