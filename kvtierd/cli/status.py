@@ -23,7 +23,7 @@ from kvtierd.cli.output import (
     print_json,
     tier_name,
 )
-from kvtierd.errors import DaemonUnavailableError
+from kvtierd.errors import DaemonUnavailableError, Reason, RequestError
 from kvtierd.model import Tier
 from kvtierd.v1 import admin_pb2
 
@@ -37,6 +37,7 @@ MIN_INTERVAL_S: Final = 0.2
 @click.command()
 @admin_options
 @json_option("Write JSON; with --watch one object a line.")
+@click.option("--tenant", metavar="NAME", help="Only this tenant and its sessions.")
 @click.option("--watch", is_flag=True, help="Show it again and again until Ctrl-C; in a pipe one snapshot after the other.")
 @click.option(
     "--every",
@@ -48,21 +49,33 @@ MIN_INTERVAL_S: Final = 0.2
     help="Time between two looks of --watch.",
 )
 @click.pass_context
-def status(ctx: click.Context, as_json: bool, watch: bool, every_s: float) -> None:
+def status(ctx: click.Context, as_json: bool, tenant: str | None, watch: bool, every_s: float) -> None:
     """Show tiers, tenants, sessions and counters of a daemon."""
     with ctx.ensure_object(Settings).connect() as daemon:
         # The first look fails like any other command, so that a wrong address does not end in an endless wait.
-        answer = _ask(daemon)
+        answer = _ask(daemon, tenant)
+        if tenant is not None and not answer.tenants and not answer.sessions:
+            raise RequestError(
+                Reason.NOT_FOUND, f"the daemon knows no tenant {clean(tenant)!r}; 'kvtierd status' lists those it knows"
+            )
         if as_json:
             _print_json_line(answer, watch)
         elif not watch or not console().is_terminal:
             console().print(render_status(answer, daemon.address))
         if watch:
-            _watch(daemon, answer, max(every_s, MIN_INTERVAL_S), as_json)
+            _watch(daemon, tenant, answer, max(every_s, MIN_INTERVAL_S), as_json)
 
 
-def _ask(daemon: AdminConnection) -> admin_pb2.GetStatusResponse:
+def _ask(daemon: AdminConnection, tenant: str | None) -> admin_pb2.GetStatusResponse:
+    """The status; of one tenant its own part only, without the totals of all."""
     answer: admin_pb2.GetStatusResponse = daemon.call(daemon.stub.GetStatus, admin_pb2.GetStatusRequest())
+    if tenant is not None:
+        tenants = [t for t in answer.tenants if t.tenant == tenant]
+        sessions = [s for s in answer.sessions if s.tenant == tenant]
+        for name, kept in (("tenants", tenants), ("sessions", sessions), ("counters", [])):
+            answer.ClearField(name)
+            if kept:
+                getattr(answer, name).extend(kept)
     return answer
 
 
@@ -70,29 +83,29 @@ def _print_json_line(answer: admin_pb2.GetStatusResponse, one_line: bool) -> Non
     print_json(status_json(answer), one_line=one_line)
 
 
-def _watch(daemon: AdminConnection, answer: admin_pb2.GetStatusResponse, every_s: float, as_json: bool) -> None:
+def _watch(daemon: AdminConnection, tenant: str | None, answer: admin_pb2.GetStatusResponse, every_s: float, as_json: bool) -> None:
     """Show the status until interrupted; a daemon that goes away is waited for."""
     out = console()
     try:
         if as_json or not out.is_terminal:
-            _print_again_and_again(daemon, every_s, as_json, out)
+            _print_again_and_again(daemon, tenant, every_s, as_json, out)
         with Live(render_status(answer, daemon.address), console=out, auto_refresh=False, screen=False) as live:
             while True:
                 time.sleep(every_s)
                 try:
-                    live.update(render_status(_ask(daemon), daemon.address), refresh=True)
+                    live.update(render_status(_ask(daemon, tenant), daemon.address), refresh=True)
                 except DaemonUnavailableError as e:
                     live.update(Text(f"{clean(str(e))}; waiting for it", style="red"), refresh=True)
     except KeyboardInterrupt:
         return
 
 
-def _print_again_and_again(daemon: AdminConnection, every_s: float, as_json: bool, out: Console) -> NoReturn:
+def _print_again_and_again(daemon: AdminConnection, tenant: str | None, every_s: float, as_json: bool, out: Console) -> NoReturn:
     """One snapshot after the other, for pipes and files: nothing is drawn over."""
     while True:
         time.sleep(every_s)
         try:
-            answer = _ask(daemon)
+            answer = _ask(daemon, tenant)
         except DaemonUnavailableError as e:
             click.echo(f"{e}; waiting for it", err=True)
             continue

@@ -67,6 +67,28 @@ def test_json_has_everything(admin: Any, kvtierd: Kvtierd) -> None:
         assert {f.name for f in message.fields} == set(shown), "a new field of the protocol is not shown"
 
 
+def test_one_tenant_is_shown_without_the_others(admin: Any, kvtierd: Kvtierd) -> None:
+    others = {
+        "tenants": [admin_pb2.TenantStatus(tenant="other", blocks=9)],
+        "sessions": [admin_pb2.SessionStatus(id="s2", client_name="elsewhere", tenant="other")],
+    }
+    admin.answers["GetStatus"] = answer(**others)
+    data = json.loads(kvtierd("status", "--address", admin.address, "--tenant", "acme", "--json").output)
+    assert [t["tenant"] for t in data["tenants"]] == ["acme"]
+    assert [s["client_name"] for s in data["sessions"]] == ["vllm-0"]
+    assert data["counters"] == {}, "the totals are everybody's"
+    text = kvtierd("status", "--address", admin.address, "--tenant", "acme").output
+    assert "acme" in text
+    assert "elsewhere" not in text
+
+
+def test_a_tenant_that_nobody_knows_is_an_error(admin: Any, kvtierd: Kvtierd) -> None:
+    admin.answers["GetStatus"] = answer()
+    result = kvtierd("status", "--address", admin.address, "--tenant", "acne")
+    assert result.exit_code == 1
+    assert "knows no tenant 'acne'" in result.output
+
+
 def test_names_of_clients_cannot_steer_the_terminal(admin: Any, kvtierd: Kvtierd) -> None:
     evil = "\x1b[2J\x07[red]x[/red]"
     admin.answers["GetStatus"] = answer(sessions=[admin_pb2.SessionStatus(id="s2", client_name=evil)])
