@@ -194,7 +194,8 @@ class Runtime:
             self.nvme.renew([BlockIo(command.realm_id, command.key, command.generation, command.slots, (), expires_s)])
         elif isinstance(command, NewExtent):
             if command.tier is Tier.CPU:
-                self.cpu.create(command.extent_id, command.slot_bytes, command.slot_count)
+                node = self.sessions.node_of(command.realm_id, command.shard)
+                self.cpu.create(command.extent_id, command.slot_bytes, command.slot_count, node)
             else:
                 assert self.nvme is not None
                 self.nvme.add_extent(command.extent_id, command.slot_bytes, command.slot_count)

@@ -41,6 +41,8 @@ class Attached:
     """Tickets by the names that the caller gave its requests; some may have ended."""
     processes: set[int] = field(default_factory=set)
     """Connections on the descriptor socket."""
+    nodes: dict[int, int] = field(default_factory=dict)
+    """NUMA node of each shard's process, as the last one that joined has said; -1 stands for all shards."""
     on_event: Callable[[str], None] | None = None
     """Sends an event's text down the Attach stream."""
 
@@ -97,6 +99,15 @@ class Sessions:
     def by_id(self, session_id: int) -> Attached | None:
         """The session of a number."""
         return self._by_id.get(session_id)
+
+    def node_of(self, realm_id: int, shard: int) -> int:
+        """NUMA node of a process that copies into a realm's shard; -1 when none has said one. Changes nothing."""
+        for attached in self._by_id.values():
+            if realm_id in attached.realm_ids:
+                node = attached.nodes.get(shard, attached.nodes.get(-1, -1))
+                if node >= 0:
+                    return node
+        return -1
 
     def remove(self, attached: Attached) -> None:
         """Forget a session."""

@@ -33,6 +33,8 @@ class RuntimeAuthority:
         if len(attached.processes) >= MAX_PROCESSES:
             raise RequestError(Reason.LIMIT, f"session {attached.session_id} has {MAX_PROCESSES} processes already")
         attached.processes.add(conn_id)
+        if numa_node >= 0:
+            attached.nodes[shard] = numa_node
         what = "pins memory" if pins_memory else "pins no memory"
         log.debug("pid %d joined session %d as shard %d (NUMA node %d, %s)", pid, attached.session_id, shard, numa_node, what)
         return JoinGrant(self._rt.boot_epoch, attached.namespace.slot_bytes, attached.session_id)

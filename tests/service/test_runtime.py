@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
+import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from kvtierd.core.slots import UNMADE_PAUSE_S
 from kvtierd.core.tier_core import BUSY, GRANTED
 from kvtierd.model import Namespace, Tier
 from kvtierd.runtime import Attached, Runtime
+from kvtierd.service.authority import RuntimeAuthority
 
 SIZE = 64 << 10
 SPACE = Namespace(shard_bytes=(SIZE,), model="m")
@@ -140,3 +143,32 @@ async def test_memory_comes_back_though_no_thread_could_be_had(
     assert runtime.cpu.reserved_bytes == 0
     assert runtime.core.state.counts.failed_commands == {"RetireExtent": 3}
     assert "cannot be given back yet" in caplog.text
+
+
+async def test_memory_is_taken_where_the_processes_of_a_shard_run(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process says on which NUMA node its device is; -1 says nothing, and a process of all shards stands for each of them."""
+    nodes: dict[int, int] = {}
+    right = runtime.cpu.create
+
+    def create(extent_id: int, slot_bytes: int, slot_count: int, numa_node: int = -1) -> None:
+        nodes[extent_id] = numa_node
+        right(extent_id, slot_bytes, slot_count, numa_node)
+
+    monkeypatch.setattr(runtime.cpu, "create", create)
+    authority = RuntimeAuthority(runtime)
+    joins = itertools.count(1)
+
+    async def taken(model: str, *said: tuple[int, int]) -> list[int]:
+        """Nodes of the extents of a namespace of two shards whose processes say these nodes."""
+        attached = await runtime.attach(Namespace(shard_bytes=(SIZE, SIZE), model=model), "t", "test", 1)
+        for shard, node in said:
+            authority.join(attached.token, shard, False, node, 1, os.getuid(), next(joins))
+        nodes.clear()
+        assert await save(runtime, attached, 1) == [GRANTED]
+        extents = runtime.core.state.pools[Tier.CPU].extents
+        return [node for _, node in sorted((extents[extent_id].group.shard, node) for extent_id, node in nodes.items())]
+
+    assert await taken("unknown", (-1, -1), (0, -1)) == [-1, -1]
+    assert await taken("by shard", (-1, -1), (0, 1), (1, 0)) == [1, 0]
+    assert await taken("one", (0, -1), (1, 3)) == [-1, 3]
+    assert await taken("all", (-1, 2)) == [2, 2]
