@@ -28,7 +28,6 @@ from kvtierd.connectors.vllm.saves import Saves
 from kvtierd.connectors.vllm.settings import Settings
 from kvtierd.errors import KvtierdError
 
-LOOKUP_THREADS: Final = 8
 CALL_THREADS: Final = 4
 MAX_TRACES: Final = 5
 
@@ -68,7 +67,7 @@ class SchedulerSide:
         self._steps = Steps()
         self._failures = 0
         self._building = KvtierdMetadata()
-        self._lookups = Background(LOOKUP_THREADS, "kvtierd-lookup")
+        self._lookups = Background(settings.max_loads, "kvtierd-lookup")  # one that waits for NVMe keeps no other back
         self._calls = Background(CALL_THREADS, "kvtierd-call")
 
     # ---- start and end
