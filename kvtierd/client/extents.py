@@ -148,6 +148,10 @@ class ExtentMap:
             raise ValueError(f"slot {slot_index(slot)} has no {length} bytes; its extent has slots of {slot_bytes} bytes")
         return extent.view[start:end]
 
+    def holds(self, extent_ids: Iterable[int]) -> bool:
+        """Whether views of all these extents can be given out without asking the daemon."""
+        return all(extent_id in self._usable for extent_id in extent_ids)
+
     def map(self, extent_ids: Iterable[int], timeout_s: float | None = None) -> None:
         """Map extents ahead of their first view, in as few requests as possible. Raises as :meth:`view` does."""
         missing = [extent_id for extent_id in dict.fromkeys(extent_ids) if extent_id not in self._usable]

@@ -67,3 +67,19 @@ def engines(model_folder: Path, daemon: DaemonProcess) -> Iterator[Callable[...,
     yield make
     for engine in made:
         engine.close()
+
+
+@pytest.fixture
+def workers() -> Iterator[Callable[..., Any]]:
+    """Makes workers at a daemon."""
+    from tests.connectors.one_worker import Worker
+
+    made: list[Worker] = []
+
+    def make(daemon: DaemonProcess, *args: Any, **more: Any) -> Worker:
+        made.append(Worker(daemon, *args, **more))
+        return made[-1]
+
+    yield make
+    for worker in made:
+        worker.close()

@@ -216,7 +216,7 @@ def test_requests_that_nobody_announced(attached: SmallEngine) -> None:
 
 
 def test_reports_from_nowhere(attached: SmallEngine) -> None:
-    meta = KvtierdWorkerMetadata(saves={99: Report()}, loads={98: Report(failed=frozenset([0]))}, step=97)
+    meta = KvtierdWorkerMetadata(saves={99: Report()}, loads={98: Report(ok=False)}, step=97)
     attached.connector.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=meta, finished_recving={"y"}))
     assert not attached.leaks()
 

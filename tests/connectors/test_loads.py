@@ -341,7 +341,7 @@ def test_chunks_before_a_load_are_still_saved() -> None:
     assert later.next_chunk == 5
 
 
-@pytest.mark.parametrize("report", [Report(failed=frozenset([0]), reason="why"), None])
+@pytest.mark.parametrize("report", [Report(ok=False, reason="why"), None])
 def test_a_load_that_failed_is_not_tried_again(report: Report | None) -> None:
     parts, loads, one = Parts(), Loads(), state()
     job = loading(parts, loads, one)

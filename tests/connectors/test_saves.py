@@ -169,18 +169,18 @@ def test_some_are_granted(made: Callable[..., Set]) -> None:
     assert job.part.block_ids.tolist() == table[2:4] + table[6:8]
     assert job.part.slots.tolist() == [1001, 1003]
     assert one.saves.held == 4
-    one.copied([job], failed=frozenset([0]))
+    one.copied([job])
     one.parts.calls.run()
-    assert one.client.reservations[0].committed == [3]
-    assert one.parts.counts["saves|failed"] == 1
+    assert one.client.reservations[0].committed == [1, 3]
 
 
 def test_nothing_was_copied(made: Callable[..., Set]) -> None:
     one = made()
     one.collect()
     one.parts.calls.run()
-    one.copied(one.saves.jobs(), failed=frozenset(range(100)))
+    one.copied(one.saves.jobs(), ok=False)
     one.parts.calls.run()
+    assert one.parts.counts["saves|failed"] == sum(len(r.granted) for r in one.client.reservations) > 0
     assert sum(len(r.committed) for r in one.client.reservations) == 0
 
 

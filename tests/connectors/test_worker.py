@@ -8,139 +8,23 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch", reason="torch is not installed here: run make test-vllm")
+pytest.importorskip("torch", reason="torch is not installed here: run make test-vllm")
 pytest.importorskip("vllm.v1.core.sched.async_scheduler", reason="vLLM is not installed here: run make test-vllm")
 
-from kvtierd.client import Client  # noqa: E402
-from kvtierd.connectors.vllm.background import Background  # noqa: E402
-from kvtierd.connectors.vllm.metadata import KvtierdMetadata, LoadJob, Part, SaveJob, SessionInfo  # noqa: E402
-from kvtierd.connectors.vllm.worker import WorkerSide  # noqa: E402
-from kvtierd.model import Namespace  # noqa: E402
-from kvtierd.testing.daemon import DaemonProcess  # noqa: E402
-from tests.connectors import kv_forms as forms  # noqa: E402
+from kvtierd.client import Client
+from kvtierd.connectors.vllm.background import Background
+from kvtierd.connectors.vllm.metadata import KvtierdMetadata, LoadJob
+from kvtierd.testing.daemon import DaemonProcess
+from tests.connectors.one_worker import PATIENCE_S, Worker, put
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of what vLLM imports
-PATIENCE_S = 60.0
-PER_CHUNK = 2
-NOTHING = np.empty(0, np.int64)
-
-
-class Worker:
-    """One rank with its KV cache of random bytes, and the client of the scheduler's side."""
-
-    made = 0
-
-    def __init__(self, daemon: DaemonProcess, rank: int = 0, tp: int = 1) -> None:
-        Worker.made += 1
-        self._tag = Worker.made
-        self.cache = forms.packed()
-        config = forms.vllm_config(tp_size=tp)
-        config.parallel_config.pipeline_parallel_size = 1
-        self.side = WorkerSide(config, self.cache.config, (0, rank), tp)
-        self.side.register(self.cache.tensors)
-        assert self.side.rank_layout is not None
-        assert not self.side.rank_layout.error
-        self.block_bytes = self.side.rank_layout.groups[0].block_bytes
-        self.client = Client(Namespace(shard_bytes=(PER_CHUNK * self.block_bytes,) * tp, model="w"), daemon.address)
-        assert self.client.wait_attached(30)
-        self._ids = 0
-        self.step(sessions=[self.session()])
-        self.held: list[Any] = []
-
-    def session(self) -> SessionInfo:
-        return SessionInfo(0, self.client.session_token, self.client.descriptor_socket, False)
-
-    def step(self, **more: Any) -> Any:
-        """What a step of the engine does."""
-        meta = KvtierdMetadata(**more)
-        self.side.start_loads(meta)
-        self.side.start_saves()
-        return meta
-
-    def _keys(self, first: int, count: int) -> list[bytes]:
-        return [self._tag.to_bytes(16, "little") + (first + n).to_bytes(16, "little") for n in range(count)]
-
-    def job_id(self) -> int:
-        self._ids += 1
-        return self._ids
-
-    def save(self, *chunks: tuple[int, int], key: int = 0, token: bytes | None = None) -> tuple[SaveJob, Any]:
-        reservation = self.client.reserve(self._keys(key, len(chunks)), 10.0)
-        assert len(reservation.granted) == len(chunks), reservation.outcomes
-        self.held.append(reservation)
-        slots = [slot for index in reservation.granted for slot in reservation.slots(index)]
-        ids = np.asarray([b for chunk in chunks for b in chunk], np.int64)
-        part = Part(0, 0, reservation.session_token if token is None else token, np.asarray(slots, np.int64), ids)
-        return SaveJob(self.job_id(), part), reservation
-
-    def load(self, *chunks: tuple[int, int], key: int = 0, timeout_s: float = 30.0, name: str = "r") -> LoadJob:
-        fetch = self.client.fetch(self._keys(key, len(chunks)), 10.0)
-        self.held.append(fetch)
-        slots: list[int] = []
-        while not fetch.done:
-            slots += fetch.poll_slots(1.0)[1]
-        ids = np.asarray([b for chunk in chunks for b in chunk], np.int64)
-        part = Part(0, 0, fetch.session_token, np.asarray(slots, np.int64), ids)
-        return LoadJob(self.job_id(), name, [part], NOTHING, timeout_s)
-
-    def saved(self, job: SaveJob) -> Any:
-        """Wait for a save's report."""
-        return self._wait(lambda meta: meta.saves.get(job.job_id))
-
-    def loaded(self) -> tuple[set[str], set[str], set[int]]:
-        """Wait for the end of loads."""
-        until_s = time.monotonic() + PATIENCE_S
-        while not (told := self.side.take_loads())[0]:
-            assert time.monotonic() < until_s
-            time.sleep(0.001)
-        return told
-
-    def _wait(self, look: Callable[[Any], Any]) -> Any:
-        until_s = time.monotonic() + PATIENCE_S
-        while True:
-            assert time.monotonic() < until_s
-            meta = self.side.worker_meta()
-            if meta is not None and (found := look(meta)) is not None:
-                return found
-            time.sleep(0.001)
-
-    def content(self, block: int) -> bytes:
-        return b"".join(t[block].contiguous().view(torch.uint8).numpy().tobytes() for t in self.cache.tensors.values())
-
-    def close(self) -> None:
-        self.side.close()
-        for one in self.held:
-            one.close()
-        self.client.close()
-
-
-@pytest.fixture
-def workers() -> Iterator[Callable[..., Worker]]:
-    made: list[Worker] = []
-
-    def make(daemon: DaemonProcess, *args: Any, **more: Any) -> Worker:
-        made.append(Worker(daemon, *args, **more))
-        return made[-1]
-
-    yield make
-    for worker in made:
-        worker.close()
-
-
-def put(worker: Worker, key: int, *chunks: tuple[int, int]) -> None:
-    """Save chunks and publish them."""
-    job, reservation = worker.save(*chunks, key=key)
-    worker.step(saves=[job])
-    assert not worker.saved(job).failed
-    assert reservation.commit() == len(chunks)
-
 
 # ---- copies
 
@@ -156,7 +40,7 @@ def test_out_and_in_again(workers: Callable[..., Worker], daemon: DaemonProcess)
     meta = worker.side.worker_meta()
     assert meta is not None
     report = meta.loads[job.job_id]
-    assert (report.ranks, report.nbytes, report.failed) == (1, 4 * worker.block_bytes, frozenset())
+    assert (report.ranks, report.nbytes, report.ok) == (1, 4 * worker.block_bytes, True)
     assert worker.side.take_loads() == (set(), set(), set())
 
 
@@ -178,7 +62,7 @@ def test_each_rank_has_its_own_slots(workers: Callable[..., Worker], daemon: Dae
     job, reservation = first.save((0, 1), (2, 3))
     for worker in ranks:
         worker.step(saves=[job])
-        assert not worker.saved(job).failed
+        assert worker.saved(job).ok
     assert reservation.commit() == 2
     load = first.load((4, 5), (6, 0))
     for worker, content in zip(ranks, kept, strict=True):
@@ -205,7 +89,7 @@ def test_slots_of_another_session(workers: Callable[..., Worker], daemon: Daemon
     save, _ = worker.save((2, 3), key=50, token=b"another")
     worker.step(loads=[job], saves=[save])
     assert worker.loaded() == ({"r"}, {"r"}, {5, 6})
-    assert worker.saved(save).failed
+    assert not worker.saved(save).ok
     assert worker.content(5) == before
 
 
@@ -234,7 +118,7 @@ def test_a_copy_that_raises(
     save, _ = worker.save((2, 3), key=50)
     worker.step(loads=[worker.load((5, 6))], saves=[save])
     assert worker.loaded() == ({"r"}, {"r"}, {5, 6})
-    assert 0 in worker.saved(save).failed
+    assert not worker.saved(save).ok
 
 
 @pytest.mark.parametrize("where", ["fence", "sessions", "threads", "full"])
@@ -265,8 +149,7 @@ def test_jobs_that_cannot_be_begun_are_reported(
         except RuntimeError:
             assert where in ("fence", "sessions")
     assert worker.loaded() == ({"r"}, {"r"}, {5, 6})
-    failed = worker.saved(save).failed
-    assert bool(failed) == (where != "sessions")
+    assert worker.saved(save).ok == (where == "sessions")
     monkeypatch.undo()
     worker.step(loads=[worker.load((5, 6), name="again")])
     assert worker.loaded() == ({"again"}, set(), set())
@@ -278,7 +161,7 @@ def test_a_cache_that_cannot_be_served(workers: Callable[..., Worker], daemon: D
     save, _ = worker.save((2, 3))
     worker.step(loads=[LoadJob(1, "r", [], np.asarray([1], np.int64), 1.0)], saves=[save])
     assert worker.loaded() == ({"r"}, {"r"}, {1})
-    assert worker.saved(save).failed
+    assert not worker.saved(save).ok
 
 
 # ---- the daemon goes
@@ -338,7 +221,7 @@ def test_another_session_takes_its_place(workers: Callable[..., Worker], daemon:
     assert worker.client.wait_attached(30)
     save, _ = worker.save((2, 3), key=50)
     worker.step(sessions=[worker.session()], saves=[save])
-    assert not worker.saved(save).failed
+    assert worker.saved(save).ok
     gate.set()
     assert worker.loaded() == ({"r"}, set(), set())
     assert worker.content(5) == kept
@@ -427,3 +310,26 @@ def test_threads_are_bounded_and_survive_failures() -> None:
     assert threads.close()
     assert not threads.submit(lambda: None)
     assert SimpleNamespace(ok=threads.close()).ok
+
+
+def test_a_task_that_waits_keeps_no_other_back() -> None:
+    """As many wait at the same time as are allowed to, and threads are made only when all are busy."""
+    threads = Background(3, "t")
+    gate, begun = threading.Event(), threading.Semaphore(0)
+    for _ in range(5):
+        threads.submit(lambda: (begun.release(), gate.wait(PATIENCE_S))[0])
+    for _ in range(3):
+        assert begun.acquire(timeout=PATIENCE_S)
+    assert not begun.acquire(timeout=0.05)
+    gate.set()
+    assert threads.close()
+    assert len(threads._threads) == 3
+    lazy = Background(3, "t")
+    for _ in range(5):
+        done = threading.Event()
+        lazy.submit(done.set)
+        assert done.wait(PATIENCE_S)
+        while lazy._open:
+            time.sleep(0.001)
+    assert lazy.close()
+    assert len(lazy._threads) == 1

@@ -201,7 +201,7 @@ class Loads:
         _, report = self._open.pop(load.job_id, (load, None))
         if load.lookup is not None:
             load.lookup.close()
-        if report is None or report.failed:
+        if report is None or not report.ok:
             ctx.counts["loads|failed"] += 1
             log.warning("kvtierd: the load of request %s failed: %s", state.request.request_id, report.reason if report else "")
             state.bypass = True  # the same blocks must not be tried again for this request
@@ -319,7 +319,7 @@ def _part(ctx: Context, group: GroupPlan, lookup: Lookup, block_ids: list[int], 
     ids[~takes_part] = -1
     count = last - ready.first
     slots = np.frombuffer(ready.slots[: count * shards], np.int64)
-    return Part(group.index, group.pool, ready.token, slots, ids[ready.first * size :])
+    return Part(group.index, ready.token, slots, ids[ready.first * size :])
 
 
 def _tokens_by_tier(plan: EnginePlan, lookup: Lookup, tokens: int, last: int) -> dict[str, int]:

@@ -7,6 +7,7 @@ and, once, how the KV cache lies in memory.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,9 @@ from kvtierd.connectors.vllm.layout import GroupLayout
 
 Rank = tuple[int, int]
 """Pipeline rank, tensor parallel rank."""
+CAUSES: Final = ("daemon", "refused", "deadline", "rank", "promise", "internal")
+"""Why a job failed: the daemon went away or could not be reached; it, or the system, would not give memory; its time was over; the
+rank could not take it; there was nothing to load from although it had been promised; something unexpected."""
 
 
 @dataclass(slots=True)
@@ -45,14 +49,12 @@ class Part:
 
     Attributes:
         group: the KV cache group.
-        pool: the pool, and so the session, that the slots belong to.
-        token: the session's token.
+        token: of the session that the slots belong to.
         slots: one slot a shard for each chunk, flat.
         block_ids: the engine's blocks of each chunk, flat; -1 where a block of the chunk takes no part.
     """
 
     group: int
-    pool: int
     token: bytes
     slots: NDArray[np.int64]
     block_ids: NDArray[np.int64]
@@ -65,15 +67,15 @@ class LoadJob:
     job_id: int
     request_id: str
     parts: list[Part]
-    give_up: NDArray[np.int64]
+    lost_blocks: NDArray[np.int64]
     """Where ``parts`` is empty: have the load reported as failed, with these blocks."""
     timeout_s: float
 
     @property
     def blocks(self) -> list[int]:
-        """All blocks that the load fills or gives up."""
+        """All blocks that the load fills, or that are lost with it."""
         found = [part.block_ids[part.block_ids >= 0] for part in self.parts]
-        return [int(b) for b in np.concatenate([*found, self.give_up])]
+        return [int(b) for b in np.concatenate([*found, self.lost_blocks])]
 
 
 @dataclass(slots=True)
@@ -99,23 +101,36 @@ class KvtierdMetadata(KVConnectorMetadata):
 
 @dataclass(slots=True)
 class Report:
-    """How a job ended, over the ranks that reported so far."""
+    """How a job ended, over the ranks that reported so far.
+
+    Attributes:
+        ranks: how many.
+        ok: every one of them has copied everything; else nothing of the job counts.
+        nbytes: bytes of the blocks that were copied.
+        seconds: what copying took, without the waiting before it.
+        cause: why a job failed, one of ``CAUSES``.
+        reason: the same for people to read.
+        lost: slots whose memory could not be had.
+    """
 
     ranks: int = 1
-    failed: frozenset[int] = frozenset()
-    """Positions of chunks that were not copied on some rank (saves); any entry means that the load failed (loads)."""
+    ok: bool = True
     nbytes: int = 0
     seconds: float = 0.0
+    cause: str = ""
     reason: str = ""
+    lost: frozenset[int] = frozenset()
 
     def merge(self, other: Report) -> Report:
         """Both together. Bytes add up; the slowest rank decides the time."""
         return Report(
             self.ranks + other.ranks,
-            self.failed | other.failed,
+            self.ok and other.ok,
             self.nbytes + other.nbytes,
             max(self.seconds, other.seconds),
+            self.cause or other.cause,
             self.reason or other.reason,
+            self.lost | other.lost,
         )
 
 
@@ -149,10 +164,12 @@ def _merged(a: dict[int, Report], b: dict[int, Report]) -> dict[int, Report]:
 
 @dataclass(slots=True)
 class RankLayout:
-    """How one rank's KV cache lies in memory. ``error`` says why it cannot be used; then ``groups`` is empty."""
+    """How one rank's KV cache lies in memory, and on which host (see ``host_identity``; empty when it is not known).
+    ``error`` says why it cannot be used; then ``groups`` is empty."""
 
     groups: tuple[GroupLayout, ...]
     error: str = ""
+    host: str = ""
 
 
 @dataclass

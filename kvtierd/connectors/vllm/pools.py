@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from kvtierd.client import BreakerState, Client
 from kvtierd.connectors.vllm.hashes import resolve_hashing
+from kvtierd.connectors.vllm.host import host_identity
 from kvtierd.connectors.vllm.identity import EnginePlan, engine_plan
+from kvtierd.connectors.vllm.layout import UnsupportedLayoutError
 from kvtierd.connectors.vllm.metadata import Rank, RankLayout, SessionInfo
 from kvtierd.connectors.vllm.settings import Settings
+
+BREAKER: Final = (BreakerState.CLOSED, BreakerState.HALF_OPEN, BreakerState.OPEN)
 
 log = logging.getLogger("vllm.kvtierd")
 
@@ -30,6 +34,7 @@ class Pools:
     """
 
     def __init__(self, vllm_config: Any, layouts: Mapping[Rank, RankLayout], settings: Settings, engine_id: str) -> None:
+        _check_hosts(layouts)
         algorithm, self.hashes_usable = resolve_hashing(vllm_config)
         self.plan: EnginePlan = engine_plan(vllm_config, layouts, settings, algorithm)
         self._told: dict[int, bytes] = {}
@@ -53,6 +58,11 @@ class Pools:
         return all(client.status.attached for client in self.clients)
 
     @property
+    def breaker(self) -> int:
+        """The worst of the clients' circuit breakers: 0 closed, 1 half open, 2 open."""
+        return max(BREAKER.index(client.status.breaker) for client in self.clients)
+
+    @property
     def reachable(self) -> bool:
         """Whether calls go to the daemon: it is attached, or the very first attach is under way."""
         return all(client.status.breaker is BreakerState.CLOSED for client in self.clients)
@@ -71,3 +81,13 @@ class Pools:
         """End the sessions."""
         for client in self.clients:
             client.close()
+
+
+def _check_hosts(layouts: Mapping[Rank, RankLayout]) -> None:
+    here = host_identity()
+    for rank, layout in sorted(layouts.items()):
+        if layout.host not in ("", here):
+            raise UnsupportedLayoutError(
+                f"rank {rank} runs on the host {layout.host.split()[0]} and the engine's scheduler on {here.split()[0]}; a daemon "
+                "shares memory with processes of its own host only, so keep tensor and pipeline parallel ranks on one host"
+            )

@@ -208,7 +208,7 @@ class Saves:
             return None
         slots = np.asarray([slot for index in save.granted for slot in reservation.slots(index)], np.int64)
         ids = np.asarray([block.block_id for index in save.granted for block in save.blocks[index]], np.int64)
-        return SaveJob(save.save_id, Part(save.group.index, save.group.pool, reservation.session_token, slots, ids))
+        return SaveJob(save.save_id, Part(save.group.index, reservation.session_token, slots, ids))
 
     def report(self, save_id: int, report: Report) -> None:
         """Ranks have copied, or failed to."""
@@ -218,8 +218,7 @@ class Saves:
         save.report = report if save.report is None else save.report.merge(report)
         if save.report.ranks < self._plan.ranks:
             return
-        failed = save.report.failed
-        copied = [index for n, index in enumerate(save.granted) if n not in failed]
+        copied = save.granted if save.report.ok else []
         self._counts["saves|failed"] += len(save.granted) - len(copied)
         self._counts["save_bytes"] += len(copied) * self._plan.block_bytes(save.group.pool)
         self._counts["save_us"] += int(save.report.seconds * 1e6)

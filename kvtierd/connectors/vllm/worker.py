@@ -2,7 +2,8 @@
 
 Copies run in two background threads, one for loads and one for saves, so a step of the engine never waits for them. A load
 counts as good only if the connection that keeps its slots in place outlived the copy; a thread reports a job when it will not
-touch the job's blocks any more, so nothing can land late.
+touch the job's blocks any more, so nothing can land late. Waiting for the daemon ends at the job's deadline, and after a failure
+the next jobs do not wait for it at all for a while.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from typing import Any, Final, TypeVar
 
 from kvtierd.client import ExtentMap
 from kvtierd.connectors.vllm.background import Background
-from kvtierd.connectors.vllm.copying import BlockCopier, make_copier, self_test
+from kvtierd.connectors.vllm.copying import BlockCopier, Chunk, make_copier, self_test
+from kvtierd.connectors.vllm.host import device_node, host_identity
+from kvtierd.connectors.vllm.joining import JOIN_TIMEOUT_S, Joined, LostMemoryError
 from kvtierd.connectors.vllm.layout import UnsupportedLayoutError, WorkerLayout, is_selective, worker_layout
 from kvtierd.connectors.vllm.metadata import (
     KvtierdMetadata,
@@ -29,58 +32,12 @@ from kvtierd.connectors.vllm.metadata import (
     SaveJob,
     SessionInfo,
 )
-from kvtierd.errors import DaemonUnavailableError, KvtierdError
+from kvtierd.errors import DaemonUnavailableError, KvtierdError, RequestError
 
 T = TypeVar("T")
-JOIN_TIMEOUT_S: Final = 2.0
+FENCE_POLL_S: Final = 0.001
 
 log = logging.getLogger("vllm.kvtierd")
-
-
-class _Joined:
-    """One session that this process has joined. Its connection stays open until the last copy has left: the daemon takes the
-    session's slots back when it closes."""
-
-    def __init__(self, session: SessionInfo) -> None:
-        self.session = session
-        self._lock = threading.Lock()
-        self._extents: ExtentMap | None = None
-        self._users = 0
-        self._retired = False
-
-    def enter(self, join: Callable[[SessionInfo], ExtentMap]) -> ExtentMap:
-        """Begin a copy; pair with ``leave``. Joins when it is the first, or when the last connection was lost.
-
-        Raises:
-            KvtierdError: the session has ended, or the daemon cannot be reached.
-        """
-        with self._lock:
-            if self._retired:
-                raise DaemonUnavailableError("the session has ended")
-            if self._extents is None or (self._extents.closed and not self._users):
-                if self._extents is not None:
-                    self._extents.close()
-                    self._extents = None
-                self._extents = join(self.session)
-            self._users += 1
-            return self._extents
-
-    def leave(self) -> None:
-        """End a copy."""
-        with self._lock:
-            self._users -= 1
-            self._close_if_done()
-
-    def retire(self) -> None:
-        """No copy begins any more."""
-        with self._lock:
-            self._retired = True
-            self._close_if_done()
-
-    def _close_if_done(self) -> None:
-        if self._retired and not self._users and self._extents is not None:
-            self._extents.close()
-            self._extents = None
 
 
 class WorkerSide:
@@ -101,17 +58,18 @@ class WorkerSide:
         self._layout: WorkerLayout | None = None
         self._copier: BlockCopier | None = None
         self.rank_layout: RankLayout | None = None
+        self._node = -1
         self._layout_told = False
         self._lock = threading.Lock()
-        self._sessions: dict[bytes, _Joined] = {}
+        self._sessions: dict[bytes, Joined] = {}
         self._loader = Background(1, "kvtierd-load")
         self._saver = Background(1, "kvtierd-save")
         self._closed = False
         # Under the lock, for the next report:
         self._load_reports: dict[int, tuple[LoadJob, Report]] = {}
         self._save_reports: dict[int, Report] = {}
+        # The engine's thread's own:
         self._told_loads: dict[int, Report] = {}
-        self._bad_blocks: set[int] = set()
         self._saves: list[SaveJob] = []
         self._step = 0
 
@@ -127,15 +85,16 @@ class WorkerSide:
             self._layout = worker_layout(self._kv_cache_config, kv_caches, vllm_config=self._config)
             self._copier = make_copier(self._layout)
             self_test(self._layout, self._copier, kv_caches)
-            self.rank_layout = RankLayout(self._layout.groups)
+            self.rank_layout = RankLayout(self._layout.groups, host=host_identity())
+            self._node = device_node(self._layout.device)
         except UnsupportedLayoutError as e:
             self._layout = None
-            self.rank_layout = RankLayout((), str(e))
+            self.rank_layout = RankLayout((), str(e), host_identity())
 
     def refuse(self, why: str) -> None:
         """The KV cache cannot be served."""
         self._layout = None
-        self.rank_layout = RankLayout((), why)
+        self.rank_layout = RankLayout((), why, host_identity())
 
     # ---- each step
 
@@ -152,11 +111,13 @@ class WorkerSide:
             fence = self._copier.fence() if self._copier is not None and meta.loads else None
         except Exception:
             for job in meta.loads:
-                self._load_ended(job, _failure("an internal failure"))
+                self._load_ended(job, Report(ok=False, cause="internal", reason="an internal failure"))
             raise
         for job in meta.loads:
-            if self._layout is None or not job.parts or not _begun(self._loader, partial(self._load, job, fence, _deadline(job))):
-                self._load_ended(job, _failure("this rank has no KV cache to load into, or too much to do"))
+            if not job.parts:
+                self._load_ended(job, Report(ok=False, cause="promise", reason="what had been promised could not be loaded"))
+            elif self._layout is None or not _begun(self._loader, partial(self._load, job, fence, _deadline(job))):
+                self._load_ended(job, Report(ok=False, cause="rank", reason="this rank has no KV cache, or too much to do"))
 
     def start_saves(self) -> None:
         """Begin to copy what this step, or an earlier one, has computed. Idempotent within a step.
@@ -170,23 +131,20 @@ class WorkerSide:
             fence = self._copier.fence() if self._copier is not None else None
         except Exception:
             for job in jobs:
-                self._save_ended(job, _save_failure(job))
+                self._save_ended(job, Report(ok=False))
             raise
         for job in jobs:
             if self._layout is None or not _begun(self._saver, partial(self._save, job, fence)):
-                self._save_ended(job, _save_failure(job))
+                self._save_ended(job, Report(ok=False))
 
     def take_loads(self) -> tuple[set[str], set[str], set[int]]:
         """Requests whose loads have ended, those of them that failed, and the blocks that hold nothing. Each once."""
         with self._lock:
             ended, self._load_reports = self._load_reports, {}
-        failed = {job.request_id for job, report in ended.values() if report.failed}
-        for job_id, (job, report) in ended.items():
-            self._told_loads[job_id] = report
-            if report.failed:
-                self._bad_blocks.update(job.blocks)
-        bad, self._bad_blocks = self._bad_blocks, set()
-        return {job.request_id for job, _ in ended.values()}, failed, bad
+        self._told_loads |= {job_id: report for job_id, (_, report) in ended.items()}
+        failed = [job for job, report in ended.values() if not report.ok]
+        bad = {block for job in failed for block in job.blocks}
+        return {job.request_id for job, _ in ended.values()}, {job.request_id for job in failed}, bad
 
     def worker_meta(self) -> KvtierdWorkerMetadata | None:
         """What the scheduler should know since the last step; None when there is nothing."""
@@ -220,7 +178,7 @@ class WorkerSide:
                 if session.token in self._sessions:
                     continue
                 old = [token for token, joined in self._sessions.items() if joined.session.pool == session.pool]
-                self._sessions[session.token] = _Joined(session)
+                self._sessions[session.token] = Joined(session)
             self._loader.submit(partial(self._join, session.token, old))
 
     # ---- in the background
@@ -239,13 +197,13 @@ class WorkerSide:
         if joined is None or self._closed:
             return
         try:
-            joined.enter(self._connect)
+            joined.enter(self._connect, time.monotonic() + JOIN_TIMEOUT_S)
         except KvtierdError as e:
             log.warning("kvtierd: rank %s could not join the session: %s", self.rank, e)
         else:
             joined.leave()
 
-    def _connect(self, session: SessionInfo) -> ExtentMap:
+    def _connect(self, session: SessionInfo, timeout_s: float) -> ExtentMap:
         copier = self._copier
         assert copier is not None
         return ExtentMap(
@@ -253,87 +211,114 @@ class WorkerSide:
             session.token,
             shard=self._shard(session),
             pins_memory=self._layout is not None and self._layout.device.type != "cpu",
-            timeout_s=JOIN_TIMEOUT_S,
+            timeout_s=timeout_s,
+            numa_node=self._node,
             on_mapped=copier.on_mapped,
             on_revoked=copier.on_revoked,
         )
 
-    def _session(self, part: Part) -> _Joined:
+    def _session(self, part: Part) -> Joined:
         with self._lock:
             joined = self._sessions.get(part.token)
         if joined is None:
             raise DaemonUnavailableError("the session has ended")
         return joined
 
-    def _copy(self, part: Part, run: Callable[[BlockCopier, list[tuple[memoryview, list[int]]]], T]) -> tuple[T, int]:
-        """Run a copy of one part's slots and blocks on this rank. Returns its result and the bytes of the slots.
+    def _copy(self, part: Part, until_s: float, run: Callable[[BlockCopier, list[Chunk]], T]) -> tuple[T, int, float]:
+        """Run a copy of one part's slots and blocks on this rank.
+
+        Args:
+            part: what to copy.
+            until_s: longest wait for the daemon, on the monotonic clock.
+            run: copies these chunks.
+
+        Returns:
+            Its result, the bytes of the blocks, and the seconds that the copy alone took.
 
         Raises:
-            KvtierdError: the daemon went away, so the copy counts for nothing.
+            KvtierdError: the daemon went away or cannot be reached, so the copy counts for nothing.
         """
         layout, copier = self._layout, self._copier
         assert layout is not None
         assert copier is not None
         joined = self._session(part)
-        extents = joined.enter(self._connect)
+        extents = joined.enter(self._connect, until_s)
         try:
             pp_size = int(self._config.parallel_config.pipeline_parallel_size)
             shards = pp_size if joined.session.replicated else pp_size * self._tp_size
             mine = part.slots[self._shard(joined.session) :: shards].tolist()
+            joined.map(extents, mine, until_s)
             ids = part.block_ids.tolist()
-            size = len(ids) // len(mine)
-            nbytes = size * layout.groups[part.group].block_bytes
-            chunks = [(extents.view(slot, nbytes), ids[n * size : (n + 1) * size]) for n, slot in enumerate(mine)]
+            size, block_bytes = len(ids) // len(mine), layout.groups[part.group].block_bytes
+            views = [extents.view(slot, size * block_bytes) for slot in mine]
+            chunks: list[Chunk] = [(view, ids[n * size : (n + 1) * size]) for n, view in enumerate(views)]
+            begun_s = time.monotonic()
             result = run(copier, chunks)
+            seconds = time.monotonic() - begun_s
+            views.clear()
             chunks.clear()  # lets go of slot memory, so that a revoked extent can be unmapped
             if extents.closed:
                 raise DaemonUnavailableError("the daemon went away during the copy")
         finally:
             joined.leave()
-        return result, nbytes * len(mine)
+        return result, int((part.block_ids >= 0).sum()) * block_bytes, seconds
 
     def _load(self, job: LoadJob, fence: object | None, until_s: float) -> None:
-        started_s = time.monotonic()
-        nbytes, reason = 0, ""
-        try:
+        report = Report()
+
+        def late() -> bool:
+            return time.monotonic() > until_s or self._closed
+
+        def run() -> None:
+            _pass(fence, late)
             for part in job.parts:
                 if not len(part.slots):
                     continue
-                load = partial(_load_chunks, part.group, fence, lambda: time.monotonic() > until_s or self._closed)
-                whole, size = self._copy(part, load)
-                nbytes += size
+                whole, nbytes, seconds = self._copy(part, until_s, partial(_load_chunks, part.group, fence, late))
                 if not whole:
-                    reason = "the deadline passed"
-                    break
+                    raise TimeoutError("the deadline passed")
+                report.nbytes += nbytes
+                report.seconds += seconds
+
+        self._try(report, "load", run, late)
+        self._load_ended(job, report)
+
+    def _save(self, job: SaveJob, fence: object | None) -> None:
+        report, part = Report(), job.part
+
+        def run() -> None:
+            if self._session(part).session.replicated and self.rank[1] != 0:
+                return  # rank 0 of each stage writes for all
+            _pass(fence, lambda: False)
+            until_s = time.monotonic() + JOIN_TIMEOUT_S
+            _, report.nbytes, report.seconds = self._copy(part, until_s, lambda copier, c: copier.save(part.group, c, fence))
+
+        self._try(report, "save", run, lambda: False)
+        self._save_ended(job, report)
+
+    def _try(self, report: Report, what: str, run: Callable[[], None], late: Callable[[], bool]) -> None:
+        """Run a job, unless its time is over, and note in its report how it ended."""
+        error: Exception | None = None
+        try:
+            if late():
+                raise TimeoutError("the deadline passed before it could begin")
+            run()
+        except TimeoutError as e:
+            error, report.cause = e, "deadline"
+        except RequestError as e:
+            error, report.cause = e, "refused"
+            report.lost = e.slots if isinstance(e, LostMemoryError) else frozenset()
         except KvtierdError as e:
-            reason = str(e)
+            error, report.cause = e, "deadline" if late() else "daemon"
         except Exception as e:
-            log.exception("kvtierd: a load failed on rank %s", self.rank)
-            reason = f"{type(e).__name__}: {e}"
-        failed = frozenset([0]) if reason else frozenset[int]()
-        self._load_ended(job, Report(1, failed, nbytes, time.monotonic() - started_s, reason))
+            log.exception("kvtierd: a %s failed on rank %s", what, self.rank)
+            error, report.cause = e, "internal"
+        if error is not None:
+            report.ok, report.reason = False, str(error) or type(error).__name__
 
     def _load_ended(self, job: LoadJob, report: Report) -> None:
         with self._lock:
             self._load_reports[job.job_id] = (job, report)
-
-    def _save(self, job: SaveJob, fence: object | None) -> None:
-        started_s = time.monotonic()
-        part = job.part
-        failed = _save_failure(job).failed
-        nbytes, reason = 0, ""
-        try:
-            if self._session(part).session.replicated and self.rank[1] != 0:
-                failed = frozenset()  # rank 0 of each stage writes for all
-            else:
-                _, nbytes = self._copy(part, lambda copier, chunks: copier.save(part.group, chunks, fence))
-                failed = frozenset()
-        except KvtierdError as e:
-            reason = str(e)
-        except Exception as e:
-            log.exception("kvtierd: a save failed on rank %s", self.rank)
-            reason = f"{type(e).__name__}: {e}"
-        self._save_ended(job, Report(1, failed, nbytes, time.monotonic() - started_s, reason))
 
     def _save_ended(self, job: SaveJob, report: Report) -> None:
         with self._lock:
@@ -349,13 +334,16 @@ def _begun(background: Background, task: Callable[[], None]) -> bool:
         return False
 
 
-def _failure(reason: str) -> Report:
-    return Report(failed=frozenset([0]), reason=reason)
+def _pass(fence: Any, late: Callable[[], bool]) -> None:
+    """Wait for a fence of the copier's. It would do so itself, but then it would seem to take as long as the engine's own work.
 
-
-def _save_failure(job: SaveJob) -> Report:
-    """Of every chunk; there are no more of them than blocks."""
-    return Report(failed=frozenset(range(len(job.part.block_ids))))
+    Raises:
+        TimeoutError: it is too late.
+    """
+    while fence is not None and not fence.query():
+        if late():
+            raise TimeoutError("the deadline passed before the engine's own work had ended")
+        time.sleep(FENCE_POLL_S)
 
 
 def _deadline(job: LoadJob) -> float:
