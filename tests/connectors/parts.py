@@ -25,7 +25,8 @@ from kvtierd.connectors.vllm.hashes import Keys
 from kvtierd.connectors.vllm.identity import EnginePlan, GroupPlan
 from kvtierd.connectors.vllm.requests import RequestState
 from kvtierd.connectors.vllm.settings import Settings
-from kvtierd.model import KEY_BYTES, Namespace
+from kvtierd.errors import Reason
+from kvtierd.model import KEY_BYTES, Namespace, Tier
 
 BLOCK: Final = 16
 CHUNK: Final = 32
@@ -85,8 +86,10 @@ class FakeFetch:
         self.portions = portions
         self.ends = done
         self.intact = True
+        self.reason: Reason | None = None
         self.closed = self.cancelled = 0
         self.told = threading.Event()
+        self.tier = Tier.CPU
 
     @property
     def done(self) -> bool:
@@ -97,7 +100,7 @@ class FakeFetch:
             self.told.wait(timeout_s)
             return [], [], b""
         indexes = self.portions.pop(0)
-        return indexes, [100 + i for i in indexes], bytes([2] * len(indexes))
+        return indexes, [100 + i for i in indexes], bytes([self.tier.bit] * len(indexes))
 
     def cancel(self) -> None:
         self.cancelled += 1

@@ -76,10 +76,11 @@ PLACES: list[tuple[Callable[[SmallEngine], Any], str]] = [
     *((scheduler, name) for name in ("arrived", "matched", "allocated", "sources", "finished", "build", "output", "take_events")),
     *((scheduler, name) for name in ("gauges", "_follow_blocks", "_collect_saves", "_start_prefetches", "_state", "_reports")),
     *((loads, name) for name in ("matched", "allocated", "_job", "_ask", "_promise", "ended", "report", "drop_stale", "prefetch")),
+    *((loads, name) for name in ("_went_well", "_matched")),
     *((saves, name) for name in ("collect", "due", "jobs", "report", "_add", "_job", "_commit", "_count_committed")),
     *((keys, name) for name in ("keys", "count", "forget")),
     *((pools, name) for name in ("new_sessions",)),
-    *((gate, name) for name in ("step", "load", "worth", "recompute_s")),
+    *((gate, name) for name in ("step", "load", "read", "worth", "worth_reading", "recompute_s")),
     *((worker, name) for name in ("start_loads", "start_saves", "_renew", "worker_meta", "_session", "_copy")),
     *((copier, name) for name in ("fence", "load", "save")),
     *((client, name) for name in ("fetch", "lookup", "reserve", "prefetch")),
@@ -375,6 +376,7 @@ def test_metrics_take_whatever_comes() -> None:
     assert metrics._cells[0]["loads|ok"].value == 2
     assert metrics._cells[0]["hit_tokens|cpu"].value == 0
     assert metrics._cells[0]["attached"].value == 1
+    assert {"load_failures|daemon", "load_failures|promise", "breaker", "waiting", "loads|paused"} <= set(metrics._cells[0])
 
 
 def test_stats_of_ranks_and_steps_add_up() -> None:
@@ -383,5 +385,8 @@ def test_stats_of_ranks_and_steps_add_up() -> None:
     assert stats.data == {"loads|ok": 3, "loading": 3, "load_bytes": 10**9, "load_us": 500_000}
     assert stats.reduce()["kvtierd load GB/s"] == 2.0
     assert set(GAUGES) & set(stats.data) == {"loading"}
+    stats.aggregate(KvtierdStats(data={"breaker": 2, "waiting": 1, "load_failures|daemon": 1}))
+    stats.aggregate(KvtierdStats(data={"breaker": 0, "waiting": 1, "load_failures|daemon": 1}))
+    assert [stats.data[name] for name in ("breaker", "waiting", "load_failures|daemon")] == [0, 1, 2]
     stats.reset()
     assert stats.is_empty()

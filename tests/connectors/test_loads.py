@@ -6,6 +6,7 @@ the block pool are vLLM's own.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +15,10 @@ import pytest
 pytest.importorskip("vllm.v1.core.sched.async_scheduler", reason="vLLM is not installed here: run make test-vllm")
 
 from kvtierd.connectors.vllm import loads as module
+from kvtierd.connectors.vllm.gate import ENOUGH
 from kvtierd.connectors.vllm.loads import Loads
 from kvtierd.connectors.vllm.metadata import Report
-from tests.connectors.parts import BLOCK, CHUNK, FakeFetch, Parts, request, state
+from tests.connectors.parts import BLOCK, CHUNK, FakeClient, FakeFetch, Parts, request, state
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of what vLLM imports
 
@@ -131,10 +133,19 @@ def test_small_and_slow_hits_are_computed() -> None:
     assert ask(parts, loads, state()) == (0, False)
     slow = Parts(gate=True)
     slow.client.everything = True
-    slow.ctx.gate.prefill_tokens_per_s, slow.ctx.gate.load_bytes_per_s = 1e9, 1.0
+    for _ in range(ENOUGH + 1):
+        slow.ctx.gate.step(1000, 1e-6)
+        slow.ctx.gate.load({b"t"}, 1 << 20, 1e6, 1e6)
     assert ask(slow, loads, state(request("s"))) == (0, False)
     assert (parts.counts["loads|small"], slow.counts["loads|slower"]) == (1, 1)
     assert closed(parts) + closed(slow) == [1, 1]
+
+
+@pytest.mark.parametrize(("least", "local", "promised"), [(0, 48, 0), (0, 32, 32), (1, 48, 16), (16, 48, 16), (17, 48, 0)])
+def test_a_hit_of_less_than_a_chunk_is_computed_unless_it_is_asked_for(least: int, local: int, promised: int) -> None:
+    parts, loads = Parts(min_hit_tokens=least), Loads()
+    parts.client.everything = True
+    assert ask(parts, loads, state(request(tokens=64)), local) == (promised, promised > 0)
 
 
 def test_past_the_deadline_what_is_there_is_loaded(clock: Clock) -> None:
@@ -150,7 +161,7 @@ def test_past_the_deadline_what_is_there_is_loaded(clock: Clock) -> None:
     assert loads.matched(parts.ctx, one, 0) == (64, True)
     table = allocate(parts, loads, one, 0, 64)
     assert loads.take()[0].blocks == table
-    assert parts.counts["loads|timeout"] == 1
+    assert parts.counts["loads|timeout"] == 0, "it is a load"
 
 
 def test_slots_of_a_session_that_has_ended_are_not_promised() -> None:
@@ -405,6 +416,25 @@ def test_a_request_that_runs_without_a_load_gives_its_prefetch_back() -> None:
     assert parts.client.prefetches[0].cancelled == 1
 
 
+def test_of_several_groups_those_that_attend_to_everything_are_prefetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each pool; what a window needs depends on how much is held."""
+    parts, loads, one = Parts(windows=(0, 40, 0, 0)), Loads(), state()
+    pools = [replace(group, pool=pool) for group, pool in zip(parts.ctx.plan.groups, (0, 0, 1, 1), strict=True)]
+    parts.pools.plan = replace(parts.ctx.plan, groups=tuple(pools), namespaces=parts.ctx.plan.namespaces * 2)
+    second = FakeClient()
+    parts.pools.clients.append(second)
+    loads.prefetch(parts.ctx, one)
+    parts.calls.run()
+    assert [p.keys for p in parts.client.prefetches] == [5]
+    assert [p.keys for p in second.prefetches] == [10]
+    loads.matched(parts.ctx, one, 0)
+    parts.lookups.run()
+    assert [p.cancelled for p in parts.client.prefetches + second.prefetches] == [1, 1]
+    windows = Parts(windows=(40,))
+    loads.prefetch(windows.ctx, state(request("w")))
+    assert not windows.calls.tasks
+
+
 def test_prefetches_are_bounded_and_end_with_their_requests() -> None:
     parts, loads = Parts(), Loads()
     many = [state(request(f"r{n}")) for n in range(module.MAX_PREFETCHES + 5)]
@@ -412,8 +442,10 @@ def test_prefetches_are_bounded_and_end_with_their_requests() -> None:
         loads.prefetch(parts.ctx, one)
     parts.calls.run()
     assert len(parts.client.prefetches) == module.MAX_PREFETCHES
+    assert not loads.may_prefetch
     for one in many:
         loads.forget(one)
+    assert loads.may_prefetch
     assert [p.cancelled for p in parts.client.prefetches] == [1] * module.MAX_PREFETCHES
     assert not loads._prefetching
 

@@ -1,6 +1,13 @@
-"""Pauses between attempts that fail one after the other."""
+"""What is not attempted for a while, after it has failed."""
 
 from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+MAX_FAILED_KEYS: Final = 64
 
 
 class Backoff:
@@ -39,3 +46,30 @@ class Backoff:
         self._failures = 0
         self._next_s = self._first_s
         self._since_s = self._until_s = float("-inf")
+
+
+class FailedKeys:
+    """Keys for which a load has failed. The clock is an argument. Not thread-safe.
+
+    Args:
+        seconds: how long each is remembered; of very many, the newest are.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._failed: OrderedDict[bytes, tuple[float, int]] = OrderedDict()
+
+    def add(self, key: bytes, chunk: int, now: float) -> None:
+        """Whoever has this key loads only what is before ``chunk``."""
+        self._failed[key] = now + self._seconds, chunk
+        self._failed.move_to_end(key)
+        while len(self._failed) > MAX_FAILED_KEYS:
+            self._failed.popitem(last=False)
+
+    def limit(self, keys: Mapping[int, Iterable[bytes]], now: float) -> float:
+        """Chunks that may be loaded for a request with these keys, given by group; infinity when none of them has failed."""
+        while self._failed and next(iter(self._failed.values()))[0] <= now:
+            self._failed.popitem(last=False)
+        if not self._failed:
+            return math.inf
+        return min((self._failed[key][1] for some in keys.values() for key in some if key in self._failed), default=math.inf)

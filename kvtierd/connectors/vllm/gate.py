@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from statistics import median
 from typing import Final
 
-WEIGHT: Final = 0.2
-"""Share of a new measurement in the running mean."""
+MEASUREMENTS: Final = 8
+"""The last ones of each speed; their median counts."""
+ENOUGH: Final = 3
+"""With fewer measurements than these a speed counts as unknown."""
+PROBE_EVERY: Final = 16
+"""One in this many refused hits is loaded all the same: else what made loads look slow would never be seen to have passed."""
+MAX_SESSIONS: Final = 64
 MIN_STEP_TOKENS: Final = 256
 """Steps with fewer tokens say nothing about the speed of prefill."""
 MIN_LOAD_BYTES: Final = 1 << 20
@@ -42,41 +48,82 @@ class Steps:
         return tokens, seconds
 
 
+class Speed:
+    """The median of the last measurements; 0 while there are too few."""
+
+    def __init__(self) -> None:
+        self._last: deque[float] = deque(maxlen=MEASUREMENTS)
+
+    def add(self, value: float) -> None:
+        """Take in a measurement."""
+        self._last.append(value)
+
+    @property
+    def value(self) -> float:
+        """The median."""
+        return median(self._last) if len(self._last) >= ENOUGH else 0.0
+
+
 class Gate:
-    """Running means of two speeds. Until both are measured every hit is worth loading.
+    """Compares loading with computing. As long as a speed is not known, every hit is worth loading.
 
     Attributes:
-        prefill_tokens_per_s: measured speed of prefill; 0 while unknown.
-        load_bytes_per_s: measured speed of loads; 0 while unknown.
-        load_overhead_s: measured time of a load from its promise to its end, beyond the copy.
+        prefill_tokens_per_s: of steps of the engine.
+        load_bytes_per_s: of copies into the KV cache, over all ranks.
+        load_overhead_s: seconds from a load's job to its end, beyond the copy.
+        read_bytes_per_s: at which what is on NVMe only becomes readable.
     """
 
     def __init__(self) -> None:
-        self.prefill_tokens_per_s = 0.0
-        self.load_bytes_per_s = 0.0
-        self.load_overhead_s = 0.0
+        self.prefill_tokens_per_s = Speed()
+        self.load_bytes_per_s = Speed()
+        self.load_overhead_s = Speed()
+        self.read_bytes_per_s = Speed()
+        self._sessions: set[bytes] = set()
+        self._refused = 0
 
     def step(self, tokens: int, seconds: float) -> None:
         """An engine step took this long for this many tokens."""
         if tokens >= MIN_STEP_TOKENS and seconds > 0:
-            self.prefill_tokens_per_s = _mean(self.prefill_tokens_per_s, tokens / seconds)
+            self.prefill_tokens_per_s.add(tokens / seconds)
 
-    def load(self, nbytes: int, copy_s: float, whole_s: float) -> None:
-        """A load copied this many bytes in ``copy_s``; it took ``whole_s`` from promise to end."""
+    def load(self, sessions: set[bytes], nbytes: int, copy_s: float, whole_s: float) -> None:
+        """A load out of these sessions copied so many bytes in ``copy_s``; it took ``whole_s`` from its job to its end.
+
+        The first load out of a session is not counted: it joins, maps and pins memory that later ones find ready.
+        """
+        if not sessions <= self._sessions:
+            self._sessions = sessions | (self._sessions if len(self._sessions) < MAX_SESSIONS else set())
+            return
         if nbytes >= MIN_LOAD_BYTES and copy_s > 0:
-            self.load_bytes_per_s = _mean(self.load_bytes_per_s, nbytes / copy_s)
-        self.load_overhead_s = _mean(self.load_overhead_s, max(0.0, whole_s - copy_s))
+            self.load_bytes_per_s.add(nbytes / copy_s)
+        self.load_overhead_s.add(max(0.0, whole_s - copy_s))
+
+    def read(self, nbytes: int, seconds: float) -> None:
+        """So many bytes that were on NVMe only were readable after this time."""
+        if nbytes >= MIN_LOAD_BYTES and seconds > 0:
+            self.read_bytes_per_s.add(nbytes / seconds)
 
     def recompute_s(self, tokens: int) -> float:
         """Seconds that computing this many tokens takes; 0 while unknown."""
-        return tokens / self.prefill_tokens_per_s if self.prefill_tokens_per_s else 0.0
+        speed = self.prefill_tokens_per_s.value
+        return tokens / speed if speed else 0.0
 
     def worth(self, tokens: int, nbytes: int) -> bool:
-        """Whether loading is expected to be faster than computing."""
-        if not self.prefill_tokens_per_s or not self.load_bytes_per_s:
+        """Whether a hit in CPU memory is to be loaded: that is expected to be faster than computing it, or is to be measured."""
+        speed = self.load_bytes_per_s.value
+        return not speed or self._faster(tokens, nbytes / speed + self.load_overhead_s.value)
+
+    def worth_reading(self, tokens: int, stored: int, nbytes: int) -> bool:
+        """As ``worth``, for what is on NVMe only: ``stored`` bytes have to be read first."""
+        speed, reading = self.load_bytes_per_s.value, self.read_bytes_per_s.value
+        if not speed or not reading:
             return True
-        return nbytes / self.load_bytes_per_s + self.load_overhead_s < self.recompute_s(tokens)
+        return self._faster(tokens, stored / reading + nbytes / speed + self.load_overhead_s.value)
 
-
-def _mean(old: float, new: float) -> float:
-    return new if not old else old + WEIGHT * (new - old)
+    def _faster(self, tokens: int, load_s: float) -> bool:
+        recompute_s = self.recompute_s(tokens)
+        if not recompute_s or load_s < recompute_s:
+            return True
+        self._refused += 1
+        return self._refused % PROBE_EVERY == 0

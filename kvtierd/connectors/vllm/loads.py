@@ -1,26 +1,27 @@
 """Loads, on the scheduler's side: from a request's first question to the report of the last rank.
 
 ``matched`` asks the daemon in the background and has vLLM ask again until the hit is in CPU memory and pinned. ``allocated``
-makes the promised load a job for the workers. ``ended`` gives the pins back.
+makes the promised load a job for the workers. ``ended`` gives the pins back. After loads that failed, what may fail again is not
+promised for a while: nothing when they failed in a row, and what the same key leads to when a single one did.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from array import array
 from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
 import numpy as np
 
+from kvtierd.client import Prefetch
+from kvtierd.connectors.vllm.backoff import Backoff, FailedKeys
 from kvtierd.connectors.vllm.context import Context
-from kvtierd.connectors.vllm.identity import EnginePlan, GroupPlan
+from kvtierd.connectors.vllm.load_jobs import load_bytes, part, tokens_by_tier, unfilled
 from kvtierd.connectors.vllm.lookups import Lookup
-from kvtierd.connectors.vllm.metadata import LoadJob, Part, Report
+from kvtierd.connectors.vllm.metadata import LoadJob, Report
 from kvtierd.connectors.vllm.requests import Load, RequestState
-from kvtierd.model import Tier
 
 MAX_PREFETCHES: Final = 16
 PROMISE_S: Final = 2.0
@@ -28,6 +29,13 @@ PROMISE_S: Final = 2.0
 MISS_S: Final = 1.0
 """A miss is not asked about again for this long."""
 MIN_WAIT_S: Final = 0.05
+"""Every lookup may take this long: what is in CPU memory is there by then."""
+FAILURES: Final = 3
+"""Loads that fail in a row before nothing is promised for a while."""
+FIRST_PAUSE_S: Final = 1.0
+LONGEST_PAUSE_S: Final = 60.0
+FAILED_KEY_S: Final = 60.0
+"""What a load has failed for is not loaded by any request for this long."""
 _NO_BLOCKS: Final = np.empty(0, np.int64)
 
 log = logging.getLogger("vllm.kvtierd")
@@ -41,6 +49,9 @@ class Loads:
         self._open: dict[int, tuple[Load, Report | None]] = {}
         self._next_job = 1
         self._prefetching: set[str] = set()
+        self._waiting: set[str] = set()
+        self._pauses = Backoff(FAILURES, FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        self._failed_keys = FailedKeys(FAILED_KEY_S)
         self.asking = 0
         """Lookups that are under way or hold slots for a load that vLLM has not begun."""
 
@@ -48,6 +59,11 @@ class Loads:
     def running(self) -> int:
         """Loads promised and not yet reported by every rank."""
         return len(self._open)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for their turn to ask the daemon."""
+        return len(self._waiting)
 
     @property
     def new(self) -> bool:
@@ -61,15 +77,23 @@ class Loads:
 
     # ---- before a request is scheduled
 
+    @property
+    def may_prefetch(self) -> bool:
+        """Whether there is a place for another prefetch."""
+        return len(self._prefetching) < MAX_PREFETCHES
+
     def prefetch(self, ctx: Context, state: RequestState) -> None:
-        """Begin to read a waiting request's blocks from NVMe, unless it has already asked for them."""
+        """Begin to read a waiting request's blocks from NVMe, unless it has already asked for them, or there is no place. Of
+        several groups, those that attend to everything: what the others need depends on how much is held."""
         plan, request = ctx.plan, state.request
-        if state.asked or not _may_load(state) or plan.selective or not ctx.pools.attached:
+        if state.asked or not _may_load(state) or not self.may_prefetch or not ctx.pools.attached:
             return
-        if len(self._prefetching) >= MAX_PREFETCHES:
-            return
-        keys = ctx.keys.keys(request, plan.groups[0].index, 0, _chunks(ctx, state))
-        if keys and ctx.calls.submit(partial(_prefetch, ctx, state, b"".join(keys))):
+        wanted: dict[int, list[bytes]] = {}
+        for group in plan.groups:
+            if not group.window:
+                wanted.setdefault(group.pool, []).extend(ctx.keys.keys(request, group.index, 0, _chunks(ctx, state)))
+        packed = {pool: b"".join(keys) for pool, keys in wanted.items() if keys}
+        if packed and ctx.calls.submit(partial(_prefetch, ctx, state, packed)):
             self._prefetching.add(request.request_id)
 
     def matched(self, ctx: Context, state: RequestState, local_tokens: int) -> tuple[int | None, bool]:
@@ -78,8 +102,15 @@ class Loads:
             return 0, False
         now = time.monotonic()
         if now - state.asked_s > PROMISE_S:
-            state.queued_s = 0.0
+            state.wait_until_s = 0.0
         state.asked, state.asked_s = True, now
+        tokens = self._matched(ctx, state, local_tokens, now)
+        if tokens is not None:
+            state.wait_until_s = 0.0
+            self._waiting.discard(state.request.request_id)
+        return tokens, bool(tokens)
+
+    def _matched(self, ctx: Context, state: RequestState, local_tokens: int, now: float) -> int | None:
         first = local_tokens // ctx.plan.chunk_tokens
         lookup = state.lookup
         if lookup is not None and lookup.first_chunk > first:
@@ -87,60 +118,68 @@ class Loads:
             lookup = None
         if lookup is None:
             if state.missed is not None and state.missed[0] <= first and now - state.missed[1] < MISS_S:
-                return 0, False
-            return (None, False) if self._ask(ctx, state, first, now) else (0, False)
-        if not lookup.done and not lookup.settled:
-            if now < lookup.deadline_s:
-                return None, False
-            ctx.counts["loads|timeout"] += 1
+                return 0
+            return self._ask(ctx, state, first, now)
+        if not lookup.done and not lookup.settled and now < lookup.deadline_s:
+            return None
         return self._promise(ctx, state, lookup, local_tokens, now)
 
-    def _ask(self, ctx: Context, state: RequestState, first: int, now: float) -> bool:
-        """Begin a lookup, or wait for the turn to do so. False when the request is to be computed."""
+    def _ask(self, ctx: Context, state: RequestState, first: int, now: float) -> int | None:
+        """Begin a lookup, or wait for the turn to do so. 0 when the request is to be computed."""
         plan, request = ctx.plan, state.request
         count = _chunks(ctx, state)
         if count <= first or not ctx.pools.reachable:
-            return False
-        timeout_s = _patience_s(ctx, int(request.num_tokens))
+            return 0
+        if self._pauses.pausing(now):
+            return _without(ctx, state, "loads|paused", first, now)
+        state.wait_until_s = state.wait_until_s or now + _patience_s(ctx, int(request.num_tokens))
+        if now >= state.wait_until_s:
+            return _without(ctx, state, "loads|busy", first, now)
         if self.running + self.asking >= ctx.settings.max_loads:
-            state.queued_s = state.queued_s or now
-            if now - state.queued_s < timeout_s:
-                return True
-            ctx.counts["loads|busy"] += 1
-            state.missed = (first, now)
-            return False
+            self._waiting.add(request.request_id)
+            return None
         keys = {g.index: ctx.keys.keys(request, g.index, first, count) for g in plan.groups}
+        count = int(min(count, self._failed_keys.limit(keys, now)))
+        if count <= first:
+            return _without(ctx, state, "loads|paused", first, now)
+        timeout_s = state.wait_until_s - now
+        stored, copied = load_bytes(plan, first * plan.chunk_tokens, count * plan.chunk_tokens)
+        if ctx.settings.gate and not ctx.gate.worth_reading((count - first) * plan.chunk_tokens, stored, copied):
+            timeout_s = min(timeout_s, MIN_WAIT_S)
+        keys = {group: some[: count - first] for group, some in keys.items()}
         lookup = Lookup(plan, ctx.pools.clients, keys, first, state.tenant, timeout_s)
         self._prefetching.discard(request.request_id)
-        prefetch, state.prefetch = state.prefetch, None
-        if prefetch is not None:
-            lookup.on_pinned = prefetch.cancel
+        prefetches, state.prefetches = state.prefetches, []
+        lookup.on_pinned = partial(_cancel, prefetches)
         if not ctx.lookups.submit(lookup.run):
-            return False
-        state.lookup, state.queued_s = lookup, 0.0
+            _cancel(prefetches)
+            return 0
+        state.lookup = lookup
+        self._waiting.discard(request.request_id)
         self.asking += 1
-        return True
+        return None
 
-    def _promise(self, ctx: Context, state: RequestState, lookup: Lookup, local_tokens: int, now: float) -> tuple[int | None, bool]:
+    def _promise(self, ctx: Context, state: RequestState, lookup: Lookup, local_tokens: int, now: float) -> int:
         plan = ctx.plan
+        fresh = not lookup.settled
+        late = lookup.late or not lookup.done
         hit = lookup.settle()
         tokens = hit * plan.chunk_tokens - local_tokens
-        chunks = hit - lookup.first_chunk
-        nbytes = chunks * sum(plan.block_bytes(g.pool) for g in plan.groups)
+        if fresh:
+            ctx.gate.read(*lookup.read)
         outcome = ""
         if tokens <= 0 or not lookup.intact:
-            outcome = "loads|miss"
-        elif tokens < ctx.settings.min_hit_tokens:
+            outcome = "loads|timeout" if late and fresh else "loads|miss"
+        elif tokens < (ctx.settings.min_hit_tokens or plan.chunk_tokens):
             outcome = "loads|small"
-        elif ctx.settings.gate and not ctx.gate.worth(tokens, nbytes):
-            outcome = "loads|slower"
+        elif ctx.settings.gate and not state.promised_s:
+            _, nbytes = load_bytes(plan, local_tokens, hit * plan.chunk_tokens)
+            outcome = "" if ctx.gate.worth(tokens, nbytes) else "loads|slower"
         if outcome:
-            ctx.counts[outcome] += 1
-            state.missed = (lookup.first_chunk, now)
             self.drop(state)
-            return 0, False
+            return _without(ctx, state, outcome, lookup.first_chunk, now)
         state.promised_s = state.promised_s or now
-        return tokens, True
+        return tokens
 
     # ---- once vLLM has found blocks
 
@@ -169,17 +208,17 @@ class Loads:
         self.drop(state)
         job_id, self._next_job = self._next_job, self._next_job + 1
         state.load = Load(job_id, None, (0, 0), {}, time.monotonic())
-        lost = _unfilled(ctx, state.block_ids, external_tokens)
+        lost = unfilled(ctx, state.block_ids, external_tokens)
         self._new.append(LoadJob(job_id, state.request.request_id, [], np.asarray(lost, np.int64), 0.0))
 
     def _job(self, ctx: Context, state: RequestState, lookup: Lookup, external_tokens: int) -> LoadJob:
         plan = ctx.plan
         last = lookup.settle()
         start = last * plan.chunk_tokens - external_tokens
-        parts = [_part(ctx, group, lookup, state.block_ids[group.index], start, last) for group in plan.groups]
-        tiers = _tokens_by_tier(plan, lookup, external_tokens, last)
+        parts = [part(ctx, group, lookup, state.block_ids[group.index], start, last) for group in plan.groups]
+        tiers = tokens_by_tier(plan, lookup, external_tokens, last)
         job_id, self._next_job = self._next_job, self._next_job + 1
-        load = Load(job_id, lookup, (lookup.first_chunk, last), tiers, state.promised_s or time.monotonic())
+        load = Load(job_id, lookup, (lookup.first_chunk, last), tiers, time.monotonic())
         state.load, state.lookup, state.promised_s, state.sources = load, None, 0.0, tiers
         self.asking -= 1
         self._open[job_id] = (load, None)
@@ -199,21 +238,43 @@ class Loads:
             return
         load, state.load = state.load, None
         _, report = self._open.pop(load.job_id, (load, None))
-        if load.lookup is not None:
-            load.lookup.close()
-        if report is None or not report.ok:
-            ctx.counts["loads|failed"] += 1
-            log.warning("kvtierd: the load of request %s failed: %s", state.request.request_id, report.reason if report else "")
-            state.bypass = True  # the same blocks must not be tried again for this request
-        else:
-            ctx.counts["loads|ok"] += 1
-            ctx.counts["load_bytes"] += report.nbytes
-            ctx.counts["load_us"] += int(report.seconds * 1e6)
-            for tier, tokens in load.tokens_by_tier.items():
-                ctx.counts[f"hit_tokens|{tier}"] += tokens
-            ctx.gate.load(report.nbytes, report.seconds, time.monotonic() - load.started_s)
-            if state.next_chunk >= load.chunks[0]:  # else chunks before these, which the engine held itself, are still to be saved
-                state.next_chunk = max(state.next_chunk, load.chunks[1])
+        try:
+            if report is not None and report.ok:
+                self._went_well(ctx, state, load, report)
+            else:
+                self._went_wrong(ctx, state, load, report)
+        finally:
+            if load.lookup is not None:
+                load.lookup.close()
+
+    def _went_well(self, ctx: Context, state: RequestState, load: Load, report: Report) -> None:
+        ctx.counts["loads|ok"] += 1
+        ctx.counts["load_bytes"] += report.nbytes
+        ctx.counts["load_us"] += int(report.seconds * 1e6)
+        for tier, tokens in load.tokens_by_tier.items():
+            ctx.counts[f"hit_tokens|{tier}"] += tokens
+        if state.next_chunk >= load.chunks[0]:  # else chunks before these, which the engine held itself, are still to be saved
+            state.next_chunk = max(state.next_chunk, load.chunks[1])
+        self._pauses.succeeded()
+        assert load.lookup is not None
+        ctx.gate.load(load.lookup.sessions, report.nbytes, report.seconds, time.monotonic() - load.started_s)
+
+    def _went_wrong(self, ctx: Context, state: RequestState, load: Load, report: Report | None) -> None:
+        state.bypass = True  # the same blocks must not be tried again for this request
+        cause = report.cause if report is not None else "promise" if load.lookup is None else "internal"
+        ctx.counts["loads|failed"] += 1
+        ctx.counts[f"load_failures|{cause}"] += 1
+        log.warning("kvtierd: the load of request %s failed: %s", state.request.request_id, report.reason if report else cause)
+        lookup, now = load.lookup, time.monotonic()
+        if lookup is None or not lookup.intact:
+            return  # the session has ended, and with it the reason
+        self._pauses.failed(load.started_s, now)
+        lost = lookup.chunks_of(report.lost) if report is not None else []
+        for group, chunk in lost:
+            self._failed_keys.add(lookup.key(group, chunk), chunk, now)
+        if not lost:  # which of its chunks was to blame is not known: none are loaded again for this prompt
+            group = next((g for g in ctx.plan.groups if not g.window), ctx.plan.groups[0]).index
+            self._failed_keys.add(lookup.key(group, load.chunks[1] - 1), load.chunks[0], now)
 
     def lose(self, state: RequestState) -> None:
         """After something unexpected at the end of a load, which is over all the same."""
@@ -244,6 +305,7 @@ class Loads:
         """The request has gone."""
         self.drop(state)
         state.asked = True
+        self._waiting.discard(state.request.request_id)
         self._end_prefetch(state)
 
     def close(self) -> None:
@@ -255,9 +317,8 @@ class Loads:
 
     def _end_prefetch(self, state: RequestState) -> None:
         self._prefetching.discard(state.request.request_id)
-        prefetch, state.prefetch = state.prefetch, None
-        if prefetch is not None:
-            prefetch.cancel()
+        prefetches, state.prefetches = state.prefetches, []
+        _cancel(prefetches)
 
 
 def _may_load(state: RequestState) -> bool:
@@ -279,54 +340,26 @@ def _patience_s(ctx: Context, tokens: int) -> float:
     return min(limit_s, max(MIN_WAIT_S, recompute_s)) if recompute_s else limit_s
 
 
-def _unfilled(ctx: Context, block_ids: Sequence[Sequence[int]], external_tokens: int) -> list[int]:
-    """The last blocks of a request, which were to be filled. Those before are the engine's own hit, and may be others' too."""
-    return [
-        block
-        for group, ids in zip(ctx.plan.groups, block_ids, strict=False)
-        for block in ids[-external_tokens // group.block_tokens :]
-        if block != ctx.null_block
-    ]
+def _without(ctx: Context, state: RequestState, outcome: str, first: int, now: float) -> int:
+    """Nothing is loaded for a request, and it is not asked about again for a moment."""
+    ctx.counts[outcome] += 1
+    state.missed = (first, now)
+    return 0
 
 
-def _prefetch(ctx: Context, state: RequestState, packed: bytes) -> None:
-    """In the background."""
-    if state.asked:
-        return
-    seconds = ctx.settings.lookup_timeout_ms / 1000
-    name = str(state.request.request_id)[:64]
-    state.prefetch = prefetch = ctx.pools.clients[0].prefetch(packed, seconds, request_id=name, tenant=state.tenant)
-    if state.asked:  # meanwhile
+def _cancel(prefetches: Sequence[Prefetch]) -> None:
+    for prefetch in prefetches:
         prefetch.cancel()
 
 
-def _part(ctx: Context, group: GroupPlan, lookup: Lookup, block_ids: list[int], start: int, last: int) -> Part:
-    """Slots and blocks of one group for tokens from ``start`` up to chunk ``last``.
-
-    Raises:
-        LookupError: a block that has to be filled was not fetched.
-    """
-    ready = lookup.ready(group.index)
-    size, shards = group.blocks_per_chunk, ctx.plan.shards(group)
-    first_block = start // group.block_tokens
-    ids = np.array(array("q", block_ids[: last * size]))
-    if len(ids) < last * size:
-        raise LookupError(f"group {group.index} has {len(ids)} blocks, and {last * size} are to be filled")
-    takes_part = ids != ctx.null_block
-    takes_part[:first_block] = False
-    if takes_part[: ready.first * size].any() or (ready.wanted and not ready.token):
-        raise LookupError(f"group {group.index} needs blocks that were not fetched")
-    ids[~takes_part] = -1
-    count = last - ready.first
-    slots = np.frombuffer(ready.slots[: count * shards], np.int64)
-    return Part(group.index, ready.token, slots, ids[ready.first * size :])
-
-
-def _tokens_by_tier(plan: EnginePlan, lookup: Lookup, tokens: int, last: int) -> dict[str, int]:
-    """Tokens of a load by the tier that they were on; of several groups, those that attend to everything decide."""
-    group = next((g for g in plan.groups if not g.window), plan.groups[0])
-    ready = lookup.ready(group.index)
-    found = ready.tokens_by_tier(plan.chunk_tokens, max(0, last - ready.first))
-    main = max(found, key=lambda name: found[name], default=Tier.CPU.name.lower())
-    found[main] = found.get(main, 0) + tokens - sum(found.values())  # a first chunk that the engine holds part of, or a window
-    return {name: n for name, n in found.items() if n > 0}
+def _prefetch(ctx: Context, state: RequestState, packed: dict[int, bytes]) -> None:
+    """In the background. ``packed`` has keys by pool."""
+    seconds = ctx.settings.lookup_timeout_ms / 1000
+    name = str(state.request.request_id)[:64]
+    for pool, keys in packed.items():
+        if state.asked:
+            return
+        prefetch = ctx.pools.clients[pool].prefetch(keys, seconds, request_id=name, tenant=state.tenant)
+        state.prefetches.append(prefetch)
+        if state.asked:  # meanwhile, and whoever asked may not have seen this one
+            prefetch.cancel()

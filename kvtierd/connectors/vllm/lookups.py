@@ -17,7 +17,7 @@ from typing import Final
 
 from kvtierd.client import Client, Fetch
 from kvtierd.connectors.vllm.identity import EnginePlan, GroupPlan
-from kvtierd.errors import KvtierdError
+from kvtierd.errors import KvtierdError, Reason
 from kvtierd.model import MAX_KEYS_PER_CALL, Tier
 
 POLL_S: Final = 0.05
@@ -116,6 +116,11 @@ class Lookup:
         self.deadline_s = time.monotonic() + timeout_s
         self.done = False
         """No more will become ready."""
+        self.late = False
+        """It ended because its time was over; more may be held."""
+        self.read: tuple[int, float] = (0, 0.0)
+        """Bytes of all shards that were on NVMe only and have become ready, and the seconds that it took."""
+        self._begun_s = 0.0
         self.on_pinned: Callable[[], None] | None = None
         """Called in the background once the daemon has been asked for the blocks."""
 
@@ -139,6 +144,7 @@ class Lookup:
             log.warning("kvtierd: a lookup failed and counts as a miss: %s", e)
         finally:
             with self._lock:
+                self.late = any(fetch.reason is Reason.DEADLINE for fetch in self._fetches)
                 self.done = True
                 close = self._closed
             if close:
@@ -168,9 +174,11 @@ class Lookup:
         starts = {g.index: max(first, g.first_needed(hit * plan.chunk_tokens) // plan.chunk_tokens) for g in plan.groups}
         return {g.index: Ready(starts[g.index], max(0, hit - starts[g.index]), plan.shards(g)) for g in plan.groups}
 
-    def _fetch(self) -> list[tuple[Fetch, list[tuple[Ready, int, int]]]]:
-        """Ask for slots. Returns each call with its runs: what they belong to, their first position there, and their length."""
+    def _fetch(self) -> list[tuple[Fetch, int, list[tuple[Ready, int, int]]]]:
+        """Ask for slots. Returns each call with the bytes of its blocks and its runs: what they belong to, their first position
+        there, and their length."""
         calls = []
+        self._begun_s = time.monotonic()
         for pool, groups in self._by_pool().items():
             for some in _runs([(g.index, self._ready[g.index]) for g in groups]):
                 skip = [(g, ready.first - self.first_chunk + begin, size) for g, ready, begin, size in some]
@@ -180,18 +188,21 @@ class Lookup:
                 )
                 with self._lock:
                     self._fetches.append(fetch)
-                calls.append((fetch, [(ready, begin, size) for _, ready, begin, size in some]))
+                calls.append((fetch, self._plan.block_bytes(pool), [(ready, begin, size) for _, ready, begin, size in some]))
         return calls
 
-    def _wait(self, waiting: list[tuple[Fetch, list[tuple[Ready, int, int]]]]) -> None:
+    def _wait(self, waiting: list[tuple[Fetch, int, list[tuple[Ready, int, int]]]]) -> None:
         while waiting and not self._cancelled:
             still = []
-            for fetch, runs in waiting:
+            for fetch, block_bytes, runs in waiting:
                 indexes, slots, tiers = fetch.poll_slots(POLL_S)
                 if indexes:
                     _share_out(runs, indexes, slots, tiers, fetch.session_token)
+                    from_nvme = tiers.count(Tier.NVME.bit)  # and on no other tier
+                    if from_nvme:
+                        self.read = self.read[0] + from_nvme * block_bytes, time.monotonic() - self._begun_s
                 if not fetch.done and self._remaining_s():
-                    still.append((fetch, runs))
+                    still.append((fetch, block_bytes, runs))
             waiting = still
 
     # ---- on the engine's thread
@@ -229,6 +240,25 @@ class Lookup:
     def ready(self, group: int) -> Ready:
         """What is ready of one group."""
         return self._ready[group]
+
+    def key(self, group: int, chunk: int) -> bytes:
+        """The key that a chunk of the request was asked for by."""
+        return self._keys[group][chunk - self.first_chunk]
+
+    def chunks_of(self, slots: frozenset[int]) -> list[Chunk]:
+        """The chunks that are in these slots."""
+        return [
+            (group.index, ready.first + number // self._plan.shards(group))
+            for group in self._plan.groups
+            if (ready := self._ready.get(group.index)) is not None
+            for number, slot in enumerate(ready.slots)
+            if slot in slots
+        ]
+
+    @property
+    def sessions(self) -> set[bytes]:
+        """Tokens of the sessions that the slots belong to."""
+        return {ready.token for ready in self._ready.values() if ready.token}
 
     def cancel(self) -> None:
         """Wait for no more; what is ready stays."""

@@ -37,10 +37,10 @@ class RequestState:
         lookup: asked and not yet used.
         promised_s: when the lookup's hit was last promised; 0 when it was not.
         missed: the number of the first chunk that a lookup did not find, and when.
-        prefetch: running ahead of the lookup.
+        prefetches: running ahead of the lookup, one a pool.
         asked: vLLM has asked about this request.
         asked_s: when it last did.
-        queued_s: since when the request waits for its turn to ask the daemon; 0 when it does not.
+        wait_until_s: until when vLLM may be told to ask again; 0 when it is not being told so.
         load: under way.
         next_chunk: first chunk that was not yet handed to the saves.
         sources: tokens of its load by tier.
@@ -55,10 +55,10 @@ class RequestState:
     lookup: Lookup | None = None
     promised_s: float = 0.0
     missed: tuple[int, float] | None = None
-    prefetch: Prefetch | None = None
+    prefetches: list[Prefetch] = field(default_factory=list)
     asked: bool = False
     asked_s: float = 0.0
-    queued_s: float = 0.0
+    wait_until_s: float = 0.0
     load: Load | None = None
     next_chunk: int = 0
     sources: dict[str, int] = field(default_factory=dict)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final
@@ -29,6 +29,8 @@ from kvtierd.connectors.vllm.settings import Settings
 from kvtierd.errors import KvtierdError
 
 CALL_THREADS: Final = 4
+MAX_ARRIVALS: Final = 4096
+"""Requests that wait to be prefetched for; of more, the newest."""
 MAX_TRACES: Final = 5
 
 log = logging.getLogger("vllm.kvtierd")
@@ -62,7 +64,7 @@ class SchedulerSide:
         self._saves: Saves | None = None
         self._loads = Loads()
         self._requests: dict[str, RequestState] = {}
-        self._arrivals: list[str] = []
+        self._arrivals: deque[str] = deque(maxlen=MAX_ARRIVALS)
         self._kept: dict[str, None] = {}
         self._steps = Steps()
         self._failures = 0
@@ -324,9 +326,8 @@ class SchedulerSide:
             saves.collect(state, state.block_ids if table is None else table, computed)
 
     def _start_prefetches(self, ctx: Context) -> None:
-        arrivals, self._arrivals = self._arrivals, []
-        for request_id in arrivals:
-            state = self._requests.get(request_id)
+        while self._arrivals and self._loads.may_prefetch:  # the others wait until those before them have been asked about
+            state = self._requests.get(self._arrivals.popleft())
             if state is not None:
                 self._careful(state, partial(self._loads.prefetch, ctx, state))
 
@@ -387,5 +388,7 @@ class SchedulerSide:
             "attached": int(self._pools is not None and self._pools.attached),
             "loading": self._loads.running,
             "looking_up": self._loads.asking,
+            "waiting": self._loads.waiting,
+            "breaker": self._pools.breaker if self._pools is not None else 0,
             "holding_blocks": self._saves.held if self._saves is not None else 0,
         }

@@ -8,8 +8,18 @@ from typing import Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-GAUGES: Final = ("attached", "loading", "looking_up", "holding_blocks")
-LOAD_RESULTS: Final = ("ok", "failed", "miss", "small", "slower", "timeout", "busy")
+from kvtierd.connectors.vllm.metadata import CAUSES
+
+GAUGES: Final = {
+    "attached": "Whether the engine is attached to the daemon.",
+    "breaker": "Circuit breaker of the calls to the daemon: 0 closed, 1 a trial is under way, 2 open.",
+    "loading": "Requests that are being loaded for.",
+    "looking_up": "Requests that look up, or whose hit is held for them.",
+    "waiting": "Requests that wait for their turn to look up.",
+    "holding_blocks": "Blocks of the KV cache that saves hold.",
+}
+LOAD_RESULTS: Final = ("ok", "failed", "miss", "small", "slower", "timeout", "busy", "paused")
+"""What became of a question about a request; each has one."""
 SAVE_RESULTS: Final = (
     "ok",
     "failed",
@@ -81,6 +91,7 @@ class KvtierdPromMetrics(KVConnectorPromMetrics):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._cells: dict[int, dict[str, Any]] = {engine: {} for engine in per_engine_labelvalues}
         self._counters("loads", "Loads by result.", "result", LOAD_RESULTS, labelnames)
+        self._counters("load_failures", "Loads that failed, by cause.", "cause", CAUSES, labelnames)
         self._counters("saves", "Blocks offered to be saved, by result.", "result", SAVE_RESULTS, labelnames)
         self._counters("hit_tokens", "Tokens loaded instead of computed, by the tier that held them.", "tier", TIERS, labelnames)
         for name, text in (
@@ -94,10 +105,10 @@ class KvtierdPromMetrics(KVConnectorPromMetrics):
             counter = self._counter_cls(name=f"vllm:kvtierd_{name}", documentation=text, labelnames=labelnames)
             for engine, values in per_engine_labelvalues.items():
                 self._cells[engine][name] = counter.labels(*values)
-        for name in GAUGES:
+        for name, text in GAUGES.items():
             gauge = self._gauge_cls(
                 name=f"vllm:kvtierd_{name}",
-                documentation=f"Whether or how many: {name.replace('_', ' ')}.",
+                documentation=text,
                 labelnames=labelnames,
                 multiprocess_mode="mostrecent",
             )
