@@ -64,9 +64,7 @@ def test_the_gate_shuts_where_loading_is_slow_and_opens_again(engines: Engines, 
     right_load = measured.load
     monkeypatch.setattr(measured, "load", lambda sessions, nbytes, *_: right_load(sessions, nbytes, load_s, load_s))
     loaded = [again(engine, f"slow{n}", tokens) for n in range(9)]
-    assert loaded == [True] * 3 + [False, False, True] * 2, (
-        "one of a session does not count, two are enough, one in three tries"
-    )
+    assert loaded == [True] * 3 + [False, False, True] * 2, "one of a session does not count, two are enough, one in three tries"
     load_s = 0.001
     loaded = [again(engine, f"fast{n}", tokens) for n in range(9)]
     assert loaded == [False, False, True, False, False, True, True, True, True]
