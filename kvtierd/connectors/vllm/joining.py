@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final, TypeVar
 
 from kvtierd.client import ExtentMap
@@ -77,17 +78,19 @@ class Joined:
     def map(self, extents: ExtentMap, slots: Sequence[int], until_s: float) -> None:
         """Have the memory of these slots mapped. Called between ``enter`` and ``leave``.
 
+        One extent after the other: pinning them takes its time, and waiting goes on as long as they come.
+
         Raises:
-            DaemonUnavailableError: the daemon does not pass it in time, or did not a moment ago.
-            LostMemoryError: some of it cannot be mapped.
+            DaemonUnavailableError: the daemon does not pass one in time, or did not a moment ago.
+            LostMemoryError: one cannot be mapped.
         """
-        wanted = {slot_extent(slot) for slot in slots}
-        if extents.holds(wanted):
-            return
-        try:
-            self._reach(until_s, lambda timeout_s: extents.map(wanted, timeout_s))
-        except RequestError as e:
-            raise LostMemoryError(e, frozenset(slot for slot in slots if not extents.holds([slot_extent(slot)]))) from e
+        for extent in dict.fromkeys(map(slot_extent, slots)):
+            if extents.holds([extent]):
+                continue
+            try:
+                self._reach(until_s, partial(extents.map, [extent]))
+            except RequestError as e:
+                raise LostMemoryError(e, frozenset(slot for slot in slots if slot_extent(slot) == extent)) from e
 
     def _reach(self, until_s: float, call: Callable[[float], T]) -> T:
         """Wait for the daemon, unless it could not be reached a moment ago."""
