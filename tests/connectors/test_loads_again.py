@@ -90,6 +90,16 @@ def test_loads_that_fail_together_count_once_and_those_of_a_dead_session_not_at_
     assert loads._failed_keys._failed == known
 
 
+def test_another_session_is_given_another_chance(clock: Clock) -> None:
+    parts, loads = Parts(), Loads()
+    for n in range(module.FAILURES):
+        run(parts, loads, other(n), BAD)
+    assert ask(parts, loads, other(20)) == (0, False)
+    parts.client.session_token = b"new"
+    assert ask(parts, loads, other(21)) == (160, True)
+    assert ask(parts, loads, other(0)) == (160, True)
+
+
 # ---- keys
 
 

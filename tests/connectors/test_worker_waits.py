@@ -5,7 +5,9 @@ Method: as in ``test_worker``; the way to the daemon is broken and mended by the
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -166,3 +168,34 @@ def test_a_rank_says_where_it_runs(workers: Callable[..., Worker], daemon: Daemo
     assert seen == [7]
     assert worker.side.rank_layout is not None
     assert worker.side.rank_layout.host == "here"
+
+
+@pytest.mark.parametrize("what", ["load", "save"])
+def test_a_copy_that_fails_lets_go_of_its_slots(
+    what: str, workers: Callable[..., Worker], daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once: an extent that is taken back stays mapped as long as there is a view of it."""
+    worker = workers(daemon)
+    put(worker, 0, (0, 1))
+    views: list[Any] = []
+
+    def broken(group: int, chunks: Any, *_: Any) -> Any:
+        views.append(weakref.ref(chunks[0][0]))
+        raise DaemonUnavailableError("a copy")  # one that is logged with its trace stays with the log
+
+    monkeypatch.setattr(worker.side._copier, what, broken)
+    gc.disable()
+    try:
+        if what == "load":
+            worker.step(loads=[worker.load((5, 6))])
+            assert worker.loaded() == ({"r"}, {"r"}, {5, 6})
+        else:
+            save, _ = worker.save((2, 3), key=50)
+            worker.step(saves=[save])
+            assert not worker.saved(save).ok
+        begun_s = time.monotonic()
+        while views[0]() is not None and time.monotonic() < begun_s + 5:
+            time.sleep(0.01)
+        assert views[0]() is None
+    finally:
+        gc.enable()

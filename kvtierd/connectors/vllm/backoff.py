@@ -66,6 +66,10 @@ class FailedKeys:
         while len(self._failed) > MAX_FAILED_KEYS:
             self._failed.popitem(last=False)
 
+    def clear(self) -> None:
+        """Forget them all."""
+        self._failed.clear()
+
     def limit(self, keys: Mapping[int, Iterable[bytes]], now: float) -> float:
         """Chunks that may be loaded for a request with these keys, given by group; infinity when none of them has failed."""
         while self._failed and next(iter(self._failed.values()))[0] <= now:

@@ -60,7 +60,7 @@ class Joined:
         Raises:
             KvtierdError: the session has ended, or the daemon cannot be reached, or could not be a moment ago.
         """
-        if not self._lock.acquire(timeout=left_s(until_s)):
+        if not self._lock.acquire(timeout=min(2 * JOIN_TIMEOUT_S, left_s(until_s))):
             raise DaemonUnavailableError("the session could not be joined in time")
         try:
             if self._retired:

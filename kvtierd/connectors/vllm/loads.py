@@ -52,6 +52,7 @@ class Loads:
         self._waiting: set[str] = set()
         self._pauses = Backoff(FAILURES, FIRST_PAUSE_S, LONGEST_PAUSE_S)
         self._failed_keys = FailedKeys(FAILED_KEY_S)
+        self._sessions: list[bytes] = []
         self.asking = 0
         """Lookups that are under way or hold slots for a load that vLLM has not begun."""
 
@@ -130,6 +131,7 @@ class Loads:
         count = _chunks(ctx, state)
         if count <= first or not ctx.pools.reachable:
             return 0
+        self._forgive(ctx)
         if self._pauses.pausing(now):
             return _without(ctx, state, "loads|paused", first, now)
         state.wait_until_s = state.wait_until_s or now + _patience_s(ctx, int(request.num_tokens))
@@ -158,6 +160,14 @@ class Loads:
         self._waiting.discard(request.request_id)
         self.asking += 1
         return None
+
+    def _forgive(self, ctx: Context) -> None:
+        """With another session, another daemon or another way to it, loads may go well again."""
+        sessions = [client.session_token for client in ctx.pools.clients]
+        if sessions != self._sessions:
+            self._sessions = sessions
+            self._pauses.succeeded()
+            self._failed_keys.clear()
 
     def _promise(self, ctx: Context, state: RequestState, lookup: Lookup, local_tokens: int, now: float) -> int:
         plan = ctx.plan

@@ -290,31 +290,24 @@ class WorkerSide:
             if self._session(part).session.replicated and self.rank[1] != 0:
                 return  # rank 0 of each stage writes for all
             _pass(fence, lambda: False)
-            until_s = time.monotonic() + JOIN_TIMEOUT_S
-            _, report.nbytes, report.seconds = self._copy(part, until_s, lambda copier, c: copier.save(part.group, c, fence))
+            save = self._copy(part, float("inf"), lambda copier, chunks: copier.save(part.group, chunks, fence))
+            _, report.nbytes, report.seconds = save
 
         self._try(report, "save", run, lambda: False)
         self._save_ended(job, report)
 
     def _try(self, report: Report, what: str, run: Callable[[], None], late: Callable[[], bool]) -> None:
         """Run a job, unless its time is over, and note in its report how it ended."""
-        error: Exception | None = None
         try:
             if late():
                 raise TimeoutError("the deadline passed before it could begin")
             run()
-        except TimeoutError as e:
-            error, report.cause = e, "deadline"
-        except RequestError as e:
-            error, report.cause = e, "refused"
+        except Exception as e:  # not kept: it holds the views of slots that the copy had
+            report.ok, report.reason = False, str(e) or type(e).__name__
+            report.cause = "deadline" if late() else _cause(e)
             report.lost = e.slots if isinstance(e, LostMemoryError) else frozenset()
-        except KvtierdError as e:
-            error, report.cause = e, "deadline" if late() else "daemon"
-        except Exception as e:
-            log.exception("kvtierd: a %s failed on rank %s", what, self.rank)
-            error, report.cause = e, "internal"
-        if error is not None:
-            report.ok, report.reason = False, str(error) or type(error).__name__
+            if report.cause == "internal":
+                log.exception("kvtierd: a %s failed on rank %s", what, self.rank)
 
     def _load_ended(self, job: LoadJob, report: Report) -> None:
         with self._lock:
@@ -332,6 +325,13 @@ def _begun(background: Background, task: Callable[[], None]) -> bool:
     except Exception:
         log.exception("kvtierd: a copy could not be begun")
         return False
+
+
+def _cause(error: Exception) -> str:
+    for kind, cause in ((TimeoutError, "deadline"), (RequestError, "refused"), (KvtierdError, "daemon")):
+        if isinstance(error, kind):
+            return cause
+    return "internal"
 
 
 def _pass(fence: Any, late: Callable[[], bool]) -> None:
