@@ -20,6 +20,7 @@ from vllm.v1.request import Request
 from kvtierd.client import BreakerState
 from kvtierd.connectors.params import RequestSettings
 from kvtierd.connectors.vllm.context import Context
+from kvtierd.connectors.vllm.events import Events
 from kvtierd.connectors.vllm.gate import Gate
 from kvtierd.connectors.vllm.hashes import Keys
 from kvtierd.connectors.vllm.identity import EnginePlan, GroupPlan
@@ -146,6 +147,8 @@ class FakeClient:
         self.asked: list[list[bytes]] = []
         self.prefetches: list[Any] = []
         self.pins: list[tuple[int, float]] = []
+        self.pinnable = 10**9
+        self.lives: list[float | None] = []
         self.next_fetch: FakeFetch | None = None
 
     def _found(self, packed: bytes) -> list[bool]:
@@ -165,7 +168,8 @@ class FakeClient:
         self.fetches.append(fetch)
         return fetch
 
-    def reserve(self, packed: bytes, **_: Any) -> FakeReservation:
+    def reserve(self, packed: bytes, ttl_s: float | None = None, **_: Any) -> FakeReservation:
+        self.lives.append(ttl_s)
         keys = [packed[i : i + KEY_BYTES] for i in range(0, len(packed), KEY_BYTES)]
         self.asked.append(keys)
         self.reservations.append(FakeReservation([self.outcome(key) for key in keys], self.session_token))
@@ -177,8 +181,10 @@ class FakeClient:
         self.prefetches.append(made)
         return made
 
-    def pin(self, packed: bytes, seconds: float, **_: Any) -> None:
-        self.pins.append((len(packed) // KEY_BYTES, seconds))
+    def pin(self, packed: bytes, seconds: float, **_: Any) -> Any:
+        count = len(packed) // KEY_BYTES
+        self.pins.append((count, seconds))
+        return SimpleNamespace(pinned=min(count, self.pinnable))
 
 
 class Parts:
@@ -211,7 +217,7 @@ class Parts:
             self.calls,  # type: ignore[arg-type]
             self.lookups,  # type: ignore[arg-type]
             self.pool,
-            [] if events else None,
+            Events() if events else None,
         )
 
     @property

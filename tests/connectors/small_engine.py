@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import CacheConfig, KVEventsConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.sampling_params import SamplingParams
@@ -143,6 +143,7 @@ class SmallEngine:
         tp: tensor parallel ranks.
         asynchronous: schedule a step before the output of the one before it has come.
         policy: what vLLM does about failed loads.
+        events: vLLM publishes what becomes of blocks.
         budget: most tokens in one step.
         settings: of the connector, without prefix.
     """
@@ -159,6 +160,7 @@ class SmallEngine:
         tp: int = 1,
         asynchronous: bool = False,
         policy: str = "recompute",
+        events: bool = False,
         budget: int = 256,
         **settings: Any,
     ) -> None:
@@ -167,7 +169,9 @@ class SmallEngine:
         extra = {"kvtierd.address": address, "kvtierd.chunk_tokens": CHUNK, "kvtierd.gate": False, "kvtierd.max_held_fraction": 0.9}
         extra |= {f"kvtierd.{name}": value for name, value in settings.items()}
         self.blocks, self.groups, self.tp, self._depth = blocks, groups, tp, 2 if asynchronous else 1
-        self.config = _vllm_config(folder / "model", extra, policy, budget, blocks)
+        self.config = _vllm_config(folder / "model", self.transfer(extra, policy), budget, blocks)
+        if events:
+            self.config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
         self.config.parallel_config.tensor_parallel_size = tp
         full = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=torch.bfloat16)
         window = SlidingWindowSpec(block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=torch.bfloat16, sliding_window=WINDOW)
@@ -182,7 +186,7 @@ class SmallEngine:
             hash_block_size=BLOCK,
             log_stats=True,
         )
-        self.connector: Any = self.scheduler.connector
+        self.connector: Any = self.own_connector(self.scheduler.connector)
         self.side = self.connector._scheduler
         self._calls: set[object] = set()
         self.side._calls.submit = self._count_calls(self.side._calls.submit)
@@ -206,6 +210,22 @@ class SmallEngine:
         """What the connector has told vLLM's metrics since the start."""
         self._take_stats = self.connector.get_kv_connector_stats
         self.connector.get_kv_connector_stats = self._count
+
+    @staticmethod
+    def transfer(extra: dict[str, Any], policy: str) -> KVTransferConfig:
+        """What connects the engine to kvtierd."""
+        return KVTransferConfig(
+            kv_connector="KvtierdConnector",
+            kv_connector_module_path="kvtierd.connectors.vllm",
+            kv_role="kv_both",
+            kv_load_failure_policy=policy,
+            kv_connector_extra_config=extra,
+        )
+
+    @staticmethod
+    def own_connector(connector: Any) -> Any:
+        """kvtierd's part of the scheduler's connector."""
+        return connector
 
     # ---- requests
 
@@ -387,7 +407,7 @@ class SmallEngine:
         self.scheduler.shutdown()
 
 
-def _vllm_config(model: Path, extra: dict[str, Any], policy: str, budget: int, blocks: int) -> Any:
+def _vllm_config(model: Path, transfer: KVTransferConfig, budget: int, blocks: int) -> Any:
     config = VllmConfig(
         model_config=ModelConfig(model=str(model), skip_tokenizer_init=True, dtype="float32", seed=1),
         scheduler_config=SchedulerConfig(
@@ -399,13 +419,7 @@ def _vllm_config(model: Path, extra: dict[str, Any], policy: str, budget: int, b
             disable_hybrid_kv_cache_manager=False,
         ),
         cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="KvtierdConnector",
-            kv_connector_module_path="kvtierd.connectors.vllm",
-            kv_role="kv_both",
-            kv_load_failure_policy=policy,
-            kv_connector_extra_config=extra,
-        ),
+        kv_transfer_config=transfer,
     )
     config.cache_config.num_gpu_blocks = blocks
     return config

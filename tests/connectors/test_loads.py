@@ -266,7 +266,7 @@ def test_a_promise_that_cannot_be_kept_is_reported_as_failed() -> None:
     table = allocate(parts, loads, one, 32, 128)
     job = loads.take()[0]
     assert (job.parts, job.blocks) == ([], table[2:])
-    assert one.bypass
+    assert (one.no_load, one.bypass) == (True, False), "what is computed instead is saved"
     assert one.load is not None
     loads.ended(parts.ctx, one)
     assert (one.load, loads.running) == (None, 0)

@@ -104,9 +104,10 @@ def test_a_limit_on_what_is_saved(limit: int, due: int, made: Callable[..., Set]
 
 def test_requests_that_save_nothing(made: Callable[..., Set]) -> None:
     one = made()
-    bypassed, stale = state(), state()
-    bypassed.bypass = stale.stale = True
+    bypassed, stale, not_loaded = state(), state(), state()
+    bypassed.bypass = stale.stale = not_loaded.no_load = True
     assert [one.saves.due(s, 160) for s in (bypassed, stale, state(skip_save=True))] == [0, 0, 0]
+    assert one.saves.due(not_loaded, 160) == 5, "what is computed after a load has failed is saved as ever"
 
 
 # ---- one save's way
@@ -143,7 +144,7 @@ def test_held_already(made: Callable[..., Set]) -> None:
     again = state(request("again"))
     one.collect(one=again)
     assert (len(one.parts.calls.tasks), one.parts.counts["saves|held"]) == (0, 10), "known for a while"
-    one.saves.forget_recent()
+    one.saves.forget()
     one.collect(one=state(request("later")))
     assert one.parts.calls.tasks
 
@@ -270,20 +271,6 @@ def test_reports_that_nobody_waits_for(made: Callable[..., Set]) -> None:
     assert one.parts.used == 10
 
 
-def test_pins_and_events(made: Callable[..., Set]) -> None:
-    one = made(events=True)
-    pinned = state(request("p"), pin_s=60.0)
-    one.collect(one=pinned)
-    one.parts.calls.run()
-    one.copied(one.saves.jobs())
-    one.parts.calls.run()
-    one.saves.jobs()
-    one.parts.calls.run()
-    assert sum(count for count, _ in one.client.pins) == 5
-    told = [h for _, hashes in one.parts.ctx.events or [] for h in hashes]
-    assert told == [bytes(h) for h in pinned.request.block_hashes]
-
-
 # ---- how much is held
 
 
@@ -323,16 +310,43 @@ def test_what_a_request_leaves_unsaved_is_counted(made: Callable[..., Set]) -> N
 def test_blocks_that_left_their_window_are_left_out(made: Callable[..., Set]) -> None:
     one = made(windows=(0, 40))
     null = one.parts.ctx.null_block
-    one.parts.free(one.table[1][:7])
-    one.table[1][:7] = [null] * 7
+    one.parts.free(one.table[1][:5])
+    one.table[1][:5] = [null] * 5
     one.collect()
     one.parts.calls.run()
     jobs = one.saves.jobs()
     second = [job for job in jobs if job.part.group == 1]
-    assert [job.part.block_ids.tolist() for job in second] == [one.table[1][8:]]
+    assert [b for job in second for b in job.part.block_ids.tolist()] == one.table[1][6:]
     assert null not in [b for job in jobs for b in job.part.block_ids.tolist()]
     one.copied(jobs)
-    one.table[1] = one.table[1][7:]
+    one.table[1] = one.table[1][5:]
+
+
+def test_chunks_of_no_use_without_their_window_wait_for_a_later_one(made: Callable[..., Set]) -> None:
+    one = made(windows=(0, 40), blocks=200, max_held_fraction=0.9)
+    null, table = one.parts.ctx.null_block, one.table[1]
+    lost = [null, table[1], table[2], null, null, null]
+    one.saves.collect(one.one, [one.table[0], lost], 3 * CHUNK)
+    assert (one.saves.held, one.one.next_chunk) == (0, 0), "a hit could end nowhere in here"
+    assert one.saves.due(one.one, 3 * CHUNK) == one.one.useless == 3, "not looked at again and again"
+    one.saves.collect(one.one, [one.table[0], lost + table[6:8]], 4 * CHUNK)
+    assert (one.saves.held, one.one.next_chunk) == (0, 0), "a window reaches over two chunks"
+    one.saves.collect(one.one, [one.table[0], lost + table[6:10]], 5 * CHUNK)
+    assert one.one.next_chunk == 5
+    one.parts.calls.run()
+    jobs = one.saves.jobs()
+    assert sorted(b for job in jobs for b in job.part.block_ids.tolist()) == sorted(one.table[0] + table[6:10])
+    one.copied(jobs)
+
+
+def test_chunks_of_no_use_at_the_end_are_counted(made: Callable[..., Set]) -> None:
+    one = made(windows=(0, 40), blocks=200, max_held_fraction=0.9)
+    null, table = one.parts.ctx.null_block, one.table[1]
+    one.saves.collect_last(one.one, [one.table[0], [*table[:8], null, table[9]]], 160)
+    assert one.one.next_chunk == 4
+    assert (one.parts.counts["saves|window"], one.parts.counts["saves|busy"]) == (2, 0)
+    one.parts.calls.run()
+    one.copied(one.saves.jobs())
 
 
 def test_a_table_that_is_too_short(made: Callable[..., Set]) -> None:
@@ -344,12 +358,46 @@ def test_a_table_that_is_too_short(made: Callable[..., Set]) -> None:
     one.copied(jobs)
 
 
-def test_recent_keys_are_bounded(made: Callable[..., Set], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_RECENT", 3)
+def test_room_for_one_group_only(made: Callable[..., Set]) -> None:
+    """Nothing is asked for until there is room for all groups, or the first would be asked for again and again."""
+    one = made(windows=(0, 40), max_held_fraction=0.25)
+    for _ in range(20):
+        one.collect()
+        one.parts.calls.run()
+        one.copied(one.saves.jobs())
+        one.parts.calls.run()
+    asked = [key for keys in one.client.asked for key in keys]
+    assert (len(asked), len(set(asked))) == (10, 10)
+
+
+def test_little_is_held_while_the_daemon_does_not_answer(made: Callable[..., Set]) -> None:
+    one = made(max_held_fraction=0.9, blocks=64)
+    one.client.outcome = lambda key: "DEADLINE"
+    one.collect()
+    one.parts.calls.run()
+    one.saves.jobs()
+    assert one.saves._room == one.saves._max_held // module.BATCH_SHARE
+    one.client.outcome = lambda key: "GRANTED"
+    one.collect(one=state(request("later")))
+    one.parts.calls.run()
+    one.copied(one.saves.jobs())
+    assert one.saves._room == one.saves._max_held
+
+
+@pytest.mark.parametrize("others_hold_them", [True, False])
+def test_blocks_that_get_free_soon(others_hold_them: bool, made: Callable[..., Set], monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM waits for these instead of preempting a request. It must not wait for blocks that stay taken, or for a daemon."""
     one = made()
-    for n in (1, 2, 3, 1, 4):
-        one.saves._remember("", bytes([n]), 0.0)
-    assert list(one.saves._recent) == [b"\3", b"\1", b"\4"]
+    one.collect()
+    one.parts.calls.run()
+    if not others_hold_them:
+        one.end()
+    assert not one.saves.frees_soon, "nobody copies yet"
+    jobs = one.saves.jobs()
+    assert one.saves.frees_soon is not others_hold_them
+    monkeypatch.setattr(module, "MAX_COPY_S", 0.0)
+    assert not one.saves.frees_soon, "something is wrong with these copies"
+    one.copied(jobs)
 
 
 def test_all_at_once_at_the_end(made: Callable[..., Set]) -> None:

@@ -115,7 +115,8 @@ def test_the_daemon_dies_between_copy_and_commit(kind: dict[str, Any], engines: 
 
 
 def test_a_report_that_fails_takes_no_other_along(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    side = engines().side
+    engine = engines()
+    side = engine.side
     taken, abandoned = [], []
 
     def report(save_id: int, _: Report) -> None:
@@ -126,7 +127,7 @@ def test_a_report_that_fails_takes_no_other_along(engines: Engines, monkeypatch:
     monkeypatch.setattr(side._saves, "report", report)
     monkeypatch.setattr(side._saves, "abandon", abandoned.append)
     side.output(KvtierdWorkerMetadata({1: Report(), 2: Report()}), set())
-    assert (taken, abandoned, side.counts["hook_failures"]) == ([2], [1], 1)
+    assert (taken, abandoned, engine.connector._untold_failures) == ([2], [1], 1)
 
 
 def test_no_daemon_at_all(engines: Engines, tmp_path: Path) -> None:

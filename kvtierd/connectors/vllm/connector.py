@@ -19,6 +19,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvtierd import __version__
+from kvtierd.connectors.vllm.events import Change
 from kvtierd.connectors.vllm.metadata import KvtierdHandshake, KvtierdMetadata, KvtierdWorkerMetadata
 from kvtierd.connectors.vllm.scheduler import SchedulerSide
 from kvtierd.connectors.vllm.settings import read_settings
@@ -32,10 +33,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 MAX_TRACES: Final = 5
 """Failures of one hook that are logged with their trace; later ones are counted."""
-SELECTIVE: Final = (
+RECOVERS_GROUPS: Final = (
     "failed_recving" in KVConnectorOutput.__dataclass_fields__
     and "kv_connector_block_state" in SchedulerOutput.__dataclass_fields__
 )
+SLEEP_S: Final = 60.0
+"""How long an engine that goes to sleep waits for copies that are under way."""
+MEDIUM: Final = "CPU"
+"""Where events say that blocks are: beyond the engine's own memory. vLLM knows no name for all tiers together."""
 KEEPS_STEPPING: Final = hasattr(KVConnectorBase_V1, "has_pending_push_work")
 
 log = logging.getLogger("vllm.kvtierd")
@@ -66,7 +71,12 @@ class KvtierdConnector(KVConnectorBase_V1, SupportsHMA):
             for warning in warnings:
                 log.warning("kvtierd: %s", warning)
             self._scheduler = SchedulerSide(
-                vllm_config, kv_cache_config, settings, selective=SELECTIVE, keeps_stepping=KEEPS_STEPPING
+                vllm_config,
+                kv_cache_config,
+                settings,
+                recovers_groups=RECOVERS_GROUPS,
+                keeps_stepping=KEEPS_STEPPING,
+                failed=self._failed,
             )
             log.info("kvtierd %s: connector for %s", __version__, settings.address or "the default socket")
         else:
@@ -81,11 +91,14 @@ class KvtierdConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             return run()
         except Exception:
-            self._failures[hook] += 1
-            if self._failures[hook] <= MAX_TRACES:
-                log.exception("kvtierd: %s failed unexpectedly; the engine goes on without the cache", hook)
-            self._untold_failures += 1
+            self._failed(hook)
             return otherwise
+
+    def _failed(self, what: str) -> None:
+        self._failures[what] += 1
+        if self._failures[what] <= MAX_TRACES:
+            log.exception("kvtierd: %s failed unexpectedly; the engine goes on without the cache", what)
+        self._untold_failures += 1
 
     # ---- scheduler
 
@@ -186,6 +199,11 @@ class KvtierdConnector(KVConnectorBase_V1, SupportsHMA):
         side = self._scheduler
         return side is not None and self._guard("has_pending_push_work", False, lambda: side.pending)
 
+    def has_pending_block_frees(self) -> bool:
+        """Blocks get free within moments without that a request is preempted for them."""
+        side = self._scheduler
+        return side is not None and self._guard("has_pending_block_frees", False, lambda: side.frees_soon)
+
     def reset_cache(self) -> bool | None:
         """Weights or adapters may have changed: nothing saved before is hit any more."""
         side = self._scheduler
@@ -199,30 +217,9 @@ class KvtierdConnector(KVConnectorBase_V1, SupportsHMA):
         return self._guard("reset_cache", False, run)
 
     def take_events(self) -> Iterable[Any]:
-        """Blocks that kvtierd holds since the last call. What the daemon forgets later, this engine is not told."""
+        """Blocks that kvtierd holds, and those that are not to be counted on any more, since the last call."""
         side = self._scheduler
-        if side is None:
-            return ()
-
-        def run() -> list[Any]:
-            from vllm.distributed.kv_events import BlockStored
-            from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
-
-            return [
-                BlockStored(
-                    block_hashes=[maybe_convert_block_hash(h) for h in hashes],
-                    parent_block_hash=None,
-                    token_ids=[],
-                    block_size=0,
-                    lora_id=None,
-                    medium="CPU",
-                    lora_name=None,
-                    group_idx=group,
-                )
-                for group, hashes in side.take_events()
-            ]
-
-        return self._guard("take_events", [], run)
+        return () if side is None else self._guard("take_events", [], lambda: [_event(change) for change in side.take_events()])
 
     # ---- worker
 
@@ -239,6 +236,23 @@ class KvtierdConnector(KVConnectorBase_V1, SupportsHMA):
             side.refuse("the KV cache could not be examined; see the log of this rank")
         if side.rank_layout is not None and side.rank_layout.error:
             log.error("kvtierd: rank %s: this KV cache cannot be kept: %s", side.rank, side.rank_layout.error)
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003
+        """The KV cache's memory may be taken away and given back at the same place."""
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        """The KV cache's memory is about to be taken away. Waits until no copy touches it."""
+        side = self._worker
+        if side is not None and not self._guard("unregister_kv_caches", False, lambda: side.wait_for_copies(SLEEP_S)):
+            log.error("kvtierd: rank %s: copies have not ended, and the KV cache is taken away", side.rank)
+
+    release_kv_caches = unregister_kv_caches
+    """The name that later versions of vLLM have for it."""
+
+    def restore_kv_caches(self) -> None:
+        """The memory is back at its place. What it held is gone, and vLLM knows that: there is nothing to do."""
 
     def get_handshake_metadata(self) -> Any:
         """Layout of this rank, for the scheduler."""
@@ -347,6 +361,25 @@ class KvtierdConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> KvtierdPromMetrics:
         """Prometheus series in the engine's API process."""
         return KvtierdPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _event(change: Change) -> Any:
+    from vllm.distributed.kv_events import BlockRemoved, BlockStored
+    from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+    hashes = [maybe_convert_block_hash(h) for h in change.hashes]
+    if not change.stored:
+        return BlockRemoved(block_hashes=hashes, medium=MEDIUM, group_idx=change.group)
+    return BlockStored(
+        block_hashes=hashes,
+        parent_block_hash=None,
+        token_ids=[],
+        block_size=0,
+        lora_id=None,
+        medium=MEDIUM,
+        lora_name=None,
+        group_idx=change.group,
+    )
 
 
 def _rank(parallel: Any) -> tuple[int, int]:

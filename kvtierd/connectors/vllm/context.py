@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtierd.connectors.vllm.background import Background
+from kvtierd.connectors.vllm.events import Events
 from kvtierd.connectors.vllm.gate import Gate
 from kvtierd.connectors.vllm.hashes import Keys
 from kvtierd.connectors.vllm.identity import EnginePlan
@@ -27,7 +28,7 @@ class Context:
         calls: threads for short calls to the daemon.
         lookups: threads for lookups, which may wait for NVMe.
         block_pool: vLLM's blocks.
-        events: KV cache groups and hashes of blocks that were published, for vLLM's event stream; None when nobody listens.
+        events: for vLLM's event stream; None when nobody listens.
     """
 
     settings: Settings
@@ -38,7 +39,7 @@ class Context:
     calls: Background
     lookups: Background
     block_pool: Any
-    events: list[tuple[int, list[bytes]]] | None = None
+    events: Events | None = None
 
     @property
     def plan(self) -> EnginePlan:

@@ -214,7 +214,7 @@ class Loads:
 
     def fail(self, ctx: Context, state: RequestState, external_tokens: int) -> None:
         """Have a promised load reported as failed by all ranks."""
-        state.bypass = True
+        state.no_load = True
         self.drop(state)
         job_id, self._next_job = self._next_job, self._next_job + 1
         state.load = Load(job_id, None, (0, 0), {}, time.monotonic())
@@ -229,7 +229,7 @@ class Loads:
         tiers = tokens_by_tier(plan, lookup, external_tokens, last)
         job_id, self._next_job = self._next_job, self._next_job + 1
         load = Load(job_id, lookup, (lookup.first_chunk, last), tiers, time.monotonic())
-        state.load, state.lookup, state.promised_s, state.sources = load, None, 0.0, tiers
+        state.load, state.lookup, state.promised_s = load, None, 0.0
         self.asking -= 1
         self._open[job_id] = (load, None)
         return LoadJob(job_id, state.request.request_id, parts, _NO_BLOCKS, ctx.settings.load_timeout_ms / 1000)
@@ -270,7 +270,7 @@ class Loads:
         ctx.gate.load(load.lookup.sessions, report.nbytes, report.seconds, time.monotonic() - load.started_s)
 
     def _went_wrong(self, ctx: Context, state: RequestState, load: Load, report: Report | None) -> None:
-        state.bypass = True  # the same blocks must not be tried again for this request
+        state.no_load = True  # the same blocks must not be tried again for this request
         cause = report.cause if report is not None else "promise" if load.lookup is None else "internal"
         ctx.counts["loads|failed"] += 1
         ctx.counts[f"load_failures|{cause}"] += 1
@@ -333,7 +333,7 @@ class Loads:
 
 def _may_load(state: RequestState) -> bool:
     """Whether anything may be loaded for a request. One that needs every prompt token to go through the model may not."""
-    skips = state.bypass or state.settings.skip_load or getattr(state.request, "skip_reading_prefix_cache", False)
+    skips = state.bypass or state.no_load or state.settings.skip_load or getattr(state.request, "skip_reading_prefix_cache", False)
     return not skips
 
 

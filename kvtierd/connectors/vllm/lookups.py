@@ -7,7 +7,6 @@ only takes them.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from array import array
@@ -17,12 +16,11 @@ from typing import Final
 
 from kvtierd.client import Client, Fetch
 from kvtierd.connectors.vllm.identity import EnginePlan, GroupPlan
+from kvtierd.connectors.vllm.logs import warn_rarely
 from kvtierd.errors import KvtierdError, Reason
 from kvtierd.model import MAX_KEYS_PER_CALL, Tier
 
 POLL_S: Final = 0.05
-
-log = logging.getLogger("vllm.kvtierd")
 
 Chunk = tuple[int, int]
 """KV cache group, number of the chunk in the request."""
@@ -141,7 +139,7 @@ class Lookup:
                     self.on_pinned()
                 self._wait(waiting)
         except (KvtierdError, ValueError) as e:
-            log.warning("kvtierd: a lookup failed and counts as a miss: %s", e)
+            warn_rarely("kvtierd: a lookup failed and counts as a miss: %s", e)
         finally:
             with self._lock:
                 self.late = any(fetch.reason is Reason.DEADLINE for fetch in self._fetches)

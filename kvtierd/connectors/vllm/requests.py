@@ -32,10 +32,11 @@ class RequestState:
         request: vLLM's.
         settings: what its ``kv_transfer_params`` say.
         tenant: who is billed.
-        bypass: no cache for this request any more (a load failed, or its parameters cannot be used).
+        bypass: no cache for this request any more (its parameters cannot be used, or its blocks are not known).
+        no_load: nothing is loaded for it any more, as a load of it has failed. What it computes is saved.
         block_ids: the engine's blocks, one list a KV cache group, as last told.
         lookup: asked and not yet used.
-        promised_s: when the lookup's hit was last promised; 0 when it was not.
+        promised_s: when the lookup's hit was first promised; 0 when it was not.
         missed: the number of the first chunk that a lookup did not find, and when.
         prefetches: running ahead of the lookup, one a pool.
         asked: vLLM has asked about this request.
@@ -43,7 +44,10 @@ class RequestState:
         wait_until_s: until when vLLM may be told to ask again; 0 when it is not being told so.
         load: under way.
         next_chunk: first chunk that was not yet handed to the saves.
-        sources: tokens of its load by tier.
+        useless: so many chunks were looked at, and those from ``next_chunk`` on are of no use to save without later ones.
+        local_tokens: tokens that the engine holds for it, or that this connector has loaded, since its blocks were allocated.
+        computed: tokens that the last step it was part of has left in its blocks; 0 until there is one.
+        doubtful_until: number of the step up to which it is not certain that its first blocks have any content.
         stale: it began before a reset, so its blocks must not be saved under new keys.
     """
 
@@ -51,6 +55,7 @@ class RequestState:
     settings: RequestSettings
     tenant: str
     bypass: bool = False
+    no_load: bool = False
     block_ids: tuple[list[int], ...] = ()
     lookup: Lookup | None = None
     promised_s: float = 0.0
@@ -61,7 +66,10 @@ class RequestState:
     wait_until_s: float = 0.0
     load: Load | None = None
     next_chunk: int = 0
-    sources: dict[str, int] = field(default_factory=dict)
+    useless: int = 0
+    local_tokens: int = 0
+    computed: int = 0
+    doubtful_until: int = 0
     stale: bool = False
 
 

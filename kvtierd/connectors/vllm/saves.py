@@ -1,30 +1,36 @@
 """Saves in flight, on the scheduler's side.
 
 From the step that computes a chunk until every rank has copied it, the chunk's blocks are held by a reference of their own in
-vLLM's block pool. So neither the end of the request, nor preemption, nor a sliding window lets them be overwritten, and no
-request is ever delayed for a save. ::
+vLLM's block pool. So neither the end of the request, nor preemption, nor a sliding window lets them be overwritten, and none of
+these waits for a save. What saves cost is room: while they hold blocks, the engine has that many less. ::
 
     held -> asked the daemon for slots -> granted: copied by the workers -> committed
                                        -> held already, or refused: let go
+
+A request may ask for its blocks to be pinned, or to be forgotten after a while. That is done for those that the daemon holds
+already as well.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from kvtierd.client import Reservation
 from kvtierd.connectors.vllm.context import Context
 from kvtierd.connectors.vllm.identity import GroupPlan
+from kvtierd.connectors.vllm.logs import warn_rarely
 from kvtierd.connectors.vllm.metadata import Part, Report, SaveJob
+from kvtierd.connectors.vllm.pins import Pins
+from kvtierd.connectors.vllm.remembered import Remembered
 from kvtierd.connectors.vllm.requests import RequestState
+from kvtierd.connectors.vllm.save_parts import Save, Wanted
 from kvtierd.errors import KvtierdError
 from kvtierd.model import MAX_KEYS_PER_CALL
 
@@ -33,32 +39,12 @@ BATCH_SHARE: Final = 4
 """One save holds at most one in this many of the blocks that may be held."""
 MAX_WAIT_S: Final = 0.2
 """How long the daemon may look for space, within the save's own deadline."""
-MAX_RECENT: Final = 65_536
+MAX_COPY_S: Final = 1.0
+"""Blocks that workers have been copying for longer are not counted on to be free soon."""
 RECENT_S: Final = 60.0
 """Keys that were found held or were committed so recently are not asked for again."""
 
 log = logging.getLogger("vllm.kvtierd")
-
-
-@dataclass(slots=True)
-class _Save:
-    save_id: int
-    request_id: str
-    tenant: str
-    group: GroupPlan
-    keys: list[bytes]
-    blocks: list[list[Any]]
-    """One list of the pool's block objects a chunk, each holding a reference of ours."""
-    pin_s: float | None
-    """Pin the blocks for this long once they are published."""
-    ttl_s: float | None
-    """Forget the blocks this long after they are published."""
-    hashes: list[list[bytes]]
-    """The engine's own hashes of each chunk's blocks, where events are published."""
-    started_s: float = field(default_factory=time.monotonic)
-    reservation: Reservation | None = None
-    granted: list[int] = field(default_factory=list)
-    report: Report | None = None
 
 
 class Saves:
@@ -76,27 +62,43 @@ class Saves:
         self._max_held = max(1, int(ctx.block_pool.num_gpu_blocks * ctx.settings.max_held_fraction))
         self._timeout_s = ctx.settings.save_timeout_ms / 1000
         largest_bytes = max(self._plan.block_bytes(g.pool) for g in self._plan.groups)
-        most_blocks = max(g.blocks_per_chunk for g in self._plan.groups)
-        room = self._max_held // BATCH_SHARE // most_blocks
+        room = self._max_held // BATCH_SHARE // sum(g.blocks_per_chunk for g in self._plan.groups)
         self._batch = max(1, min(MAX_BATCH_BYTES // largest_bytes, MAX_KEYS_PER_CALL, room))
-        self._saves: dict[int, _Save] = {}
-        self._abandoned: list[_Save] = []
+        self._windowed = [g for g in self._plan.groups if g.window]
+        self._saves: dict[int, Save] = {}
+        self._abandoned: list[Save] = []
         self._answered: deque[int] = deque()
-        self._committed: deque[tuple[_Save, list[int], int]] = deque()
-        self._recent: OrderedDict[bytes, float] = OrderedDict()
+        self._committed: deque[tuple[Save, list[int], int]] = deque()
+        self._committing, self._commits_until_s = 0, 0.0
+        self.pins = Pins(ctx)
+        self._recent = Remembered()
+        self._epoch = 0
+        self._slow = False
         self._next_id = 1
         self._held = 0
         self._by_request: Counter[str] = Counter()
 
     @property
     def pending(self) -> bool:
-        """Whether blocks are still held."""
-        return bool(self._saves)
+        """Whether blocks are still held, or it is not known yet what has been published."""
+        return bool(self._saves) or (self._committing > 0 and time.monotonic() < self._commits_until_s)
 
     @property
     def held(self) -> int:
         """Blocks of the engine that are held."""
         return self._held
+
+    @property
+    def frees_soon(self) -> bool:
+        """Whether workers are copying blocks that nobody else holds: these are free as soon as that is done."""
+        since_s = time.monotonic() - MAX_COPY_S
+        sent = [save for save in self._saves.values() if save.sent_s > since_s]
+        return any(block.ref_cnt == 1 for save in sent for chunk in save.blocks for block in chunk)
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens in one chunk."""
+        return self._plan.chunk_tokens
 
     def pending_for(self, request_id: str) -> bool:
         """Whether blocks of this request are still held."""
@@ -124,61 +126,100 @@ class Saves:
             table: its blocks, one list a KV cache group.
             computed: tokens that have gone through the model after this step.
         """
-        stop = self.due(state, computed)
+        due = self.due(state, computed)
+        if due <= state.useless:
+            return
+        stop = self._useful(state, table, due)
         while state.next_chunk < stop:
             first, last = state.next_chunk, min(stop, state.next_chunk + self._batch)
-            for group in self._plan.groups:
-                if not self._collect_group(state, group, table[group.index], first, last):
-                    return
+            wanted = [self._wanted(state, group, table[group.index], first, last) for group in self._plan.groups]
+            size = sum(some.size for some in wanted)
+            if size and self._held and self._held + size > self._room:
+                self._counts["save_delays"] += 1
+                return
+            for some in wanted:
+                self._add(state, some)
             state.next_chunk = last
+        state.useless = due
 
     def collect_last(self, state: RequestState, table: Sequence[Sequence[int]], computed: int) -> None:
         """As ``collect``, for a request that ends: what may not be held now is not saved."""
         self.collect(state, table, computed)
-        self._counts["saves|busy"] += max(0, self.due(state, computed) - state.next_chunk) * len(self._plan.groups)
+        due = self.due(state, computed)
+        left = "window" if due <= state.useless else "busy"
+        self._counts[f"saves|{left}"] += max(0, due - state.next_chunk) * len(self._plan.groups)
 
-    def _collect_group(self, state: RequestState, group: GroupPlan, ids: Sequence[int], first: int, last: int) -> bool:
-        size, null = group.blocks_per_chunk, self._ctx.null_block
-        tables = {c: list(ids[c * size : (c + 1) * size]) for c in range(first, last)}
-        whole = [c for c, blocks in tables.items() if len(blocks) == size and null not in blocks]  # others left their window
-        if not whole:
-            return True
-        every = self._ctx.keys.keys(state.request, group.index, first, last)
-        return self._add(state, group, whole, [every[c - first] for c in whole], [tables[c] for c in whole])
+    @property
+    def _room(self) -> int:
+        """Blocks that may be held. Few while the daemon does not answer: they would be missing for nothing."""
+        return self._max_held // BATCH_SHARE if self._slow else self._max_held
 
-    def _add(
-        self, state: RequestState, group: GroupPlan, chunks: list[int], keys: list[bytes], block_ids: Sequence[Sequence[int]]
-    ) -> bool:
-        """Hold the blocks of these chunks and ask for slots. False when too many blocks are held already: try again later."""
-        now = time.monotonic()
-        chosen = [n for n, key in enumerate(keys) if not self._is_recent(state.tenant, key, now)]
-        self._counts["saves|held"] += len(keys) - len(chosen)
-        if not chosen:
-            return True
-        size = sum(len(block_ids[n]) for n in chosen)
-        if self._held and self._held + size > self._max_held:
-            self._counts["save_delays"] += 1
+    def _useful(self, state: RequestState, table: Sequence[Sequence[int]], stop: int) -> int:
+        """One past the last chunk, up to ``stop``, where a hit may end: all that windows need there is in the table.
+
+        Chunks after that one are of use only to a hit that ends at a later chunk, so they wait until there is one.
+        """
+        for end in range(stop, state.next_chunk, -1) if self._windowed else ():
+            needed = [(g, g.first_needed(end * self._plan.chunk_tokens) // self._plan.chunk_tokens) for g in self._windowed]
+            if all(self._whole(g, table[g.index], c) for g, n in needed for c in range(max(state.next_chunk, n), end)):
+                return end
+        return state.next_chunk if self._windowed else stop
+
+    def _whole(self, group: GroupPlan, ids: Sequence[int], chunk: int) -> bool:
+        """Whether none of a chunk's blocks has left its window."""
+        size = group.blocks_per_chunk
+        blocks = ids[chunk * size : (chunk + 1) * size]
+        return len(blocks) == size and self._ctx.null_block not in blocks
+
+    def _wanted(self, state: RequestState, group: GroupPlan, ids: Sequence[int], first: int, last: int) -> Wanted:
+        size, now = group.blocks_per_chunk, time.monotonic()
+        whole = [c for c in range(first, last) if self._whole(group, ids, c)]
+        every = self._ctx.keys.keys(state.request, group.index, first, last) if whole else []
+        chunks = [c for c in whole if not self._is_done(state, every[c - first], now)]
+        blocks = [list(ids[c * size : (c + 1) * size]) for c in chunks]
+        return Wanted(group, chunks, [every[c - first] for c in chunks], blocks, len(whole) - len(chunks))
+
+    def _is_done(self, state: RequestState, key: bytes, now: float) -> bool:
+        """Whether nothing needs to be asked for a chunk: it was held a moment ago, and is pinned if it should be."""
+        settings = state.settings
+        if settings.ttl_s or (settings.pin_s and not self.pins.holds(state.tenant, key, settings.pin_s)):
             return False
-        blocks = [[self._block_pool.blocks[b] for b in block_ids[n]] for n in chosen]
+        return self._recent.until_s(state.tenant, key) > now
+
+    def _add(self, state: RequestState, wanted: Wanted) -> None:
+        """Hold the blocks of these chunks and ask for slots."""
+        self._counts["saves|held"] += wanted.known
+        if not wanted.chunks:
+            return
+        blocks = [[self._block_pool.blocks[b] for b in ids] for ids in wanted.block_ids]
         request_id = str(state.request.request_id)
-        hashes = [self._engine_hashes(state, chunks[n]) for n in chosen] if self._ctx.events is not None else []
-        chosen_keys = [keys[n] for n in chosen]
-        save = _Save(
-            self._next_id, request_id, state.tenant, group, chosen_keys, blocks, state.settings.pin_s, state.settings.ttl_s, hashes
+        hashes = [self._engine_hashes(state, c) for c in wanted.chunks] if self._ctx.events is not None else []
+        settings = state.settings
+        save = Save(
+            self._next_id,
+            request_id,
+            state.tenant,
+            wanted.group,
+            wanted.keys,
+            blocks,
+            settings.pin_s,
+            settings.ttl_s,
+            hashes,
+            self._epoch,
         )
         self._block_pool.touch([b for chunk in blocks for b in chunk])
         self._next_id += 1
-        self._held += size
+        self._held += wanted.size
         self._saves[save.save_id] = save
         self._by_request[request_id] += 1
         if not self._ctx.calls.submit(partial(self._ask, save)):  # last: from here on another thread may hold slots for it
-            self._counts["saves|busy"] += len(chosen)
+            self._counts["saves|busy"] += len(wanted.chunks)
             self._end(save)
-        return True
 
     def jobs(self) -> list[SaveJob]:
         """Saves that the daemon has granted since the last step, for the workers. Lets go of what it has not."""
         self._count_committed()
+        self.pins.count()
         jobs = []
         while self._answered:
             save = self._saves.get(self._answered.popleft())
@@ -195,9 +236,13 @@ class Saves:
                 jobs.append(job)
         return jobs
 
-    def _job(self, save: _Save) -> SaveJob | None:
+    def _job(self, save: Save) -> SaveJob | None:
         """Work for the workers; None when nothing was granted. Lets go of the blocks that were not."""
         reservation = save.reservation
+        self._slow = reservation is None or all(outcome in ("DEADLINE", "UNAVAILABLE") for outcome in reservation.outcomes)
+        if save.dropped:
+            self._counts["saves|stale"] += len(save.keys)
+            return None
         if reservation is None:
             self._counts["saves|unavailable"] += len(save.keys)
             return None
@@ -208,6 +253,7 @@ class Saves:
             return None
         slots = np.asarray([slot for index in save.granted for slot in reservation.slots(index)], np.int64)
         ids = np.asarray([block.block_id for index in save.granted for block in save.blocks[index]], np.int64)
+        save.sent_s = time.monotonic()
         return SaveJob(save.save_id, Part(save.group.index, reservation.session_token, slots, ids))
 
     def report(self, save_id: int, report: Report) -> None:
@@ -223,9 +269,10 @@ class Saves:
         self._counts["save_bytes"] += len(copied) * self._plan.block_bytes(save.group.pool)
         self._counts["save_us"] += int(save.report.seconds * 1e6)
         self._free(save, range(len(save.blocks)))
-        if copied and not self._ctx.calls.submit(partial(self._commit, save, copied)):
-            copied = []
-        if not copied:
+        if copied and self._ctx.calls.submit(partial(self._commit, save, copied)):
+            self._committing += 1
+            self._commits_until_s = time.monotonic() + self._timeout_s
+        else:
             self._close(save)
         self._forget(save)
 
@@ -242,25 +289,57 @@ class Saves:
         for save in [*self._saves.values(), *self._abandoned]:
             self._end(save)
 
+    def loaded(self, state: RequestState, first: int, last: int) -> None:
+        """A request has loaded these chunks, so they are held."""
+        self.pins.loaded(state, first, last)
+        events = self._ctx.events
+        if events is None:
+            return
+        for group in self._plan.groups:
+            needed = group.first_needed(last * self._plan.chunk_tokens) // self._plan.chunk_tokens
+            events.stored(group.index, [h for c in range(max(first, needed), last) for h in self._engine_hashes(state, c)])
+
+    def forget(self) -> None:
+        """Begin a new epoch: the daemon is another one, or keys have changed.
+
+        Everything is asked for again, and what becomes of saves that are under way is neither remembered nor told.
+        """
+        self._epoch += 1
+        self._recent.clear()
+        self.pins.forget()
+        if self._ctx.events is not None:
+            self._ctx.events.clear()
+
+    def drop_unsent(self) -> None:
+        """Give back at once all blocks that no worker reads: those of saves that the daemon has not answered, or only just."""
+        for save in self._saves.values():
+            if not save.sent_s:
+                save.dropped = True
+                self._free(save, range(len(save.blocks)))
+
     # ---- in the background
 
-    def _ask(self, save: _Save) -> None:
+    def _ask(self, save: Save) -> None:
+        held: list[bytes] = []
         try:
             remaining_s = self._timeout_s - (time.monotonic() - save.started_s)
             if remaining_s > 0:
-                save.reservation = self._ctx.pools.clients[save.group.pool].reserve(
+                save.reservation = reservation = self._ctx.pools.clients[save.group.pool].reserve(
                     b"".join(save.keys),
                     timeout_s=remaining_s,
                     wait_s=min(MAX_WAIT_S, remaining_s / 4),
                     tenant=save.tenant,
                     ttl_s=save.ttl_s,
                 )
+                held = [key for key, outcome in zip(save.keys, reservation.outcomes, strict=True) if outcome == "HELD"]
         except (KvtierdError, ValueError) as e:
-            log.warning("kvtierd: a save was refused: %s", e)
+            warn_rarely("kvtierd: a save was refused: %s", e)
         finally:
             self._answered.append(save.save_id)
+        if save.pin_s:
+            self.pins.pin(save.group.pool, save.tenant, held, save.pin_s)
 
-    def _commit(self, save: _Save, copied: list[int]) -> None:
+    def _commit(self, save: Save, copied: list[int]) -> None:
         reservation = save.reservation
         assert reservation is not None
         committed = 0
@@ -269,10 +348,8 @@ class Saves:
         finally:
             self._close(save)
             self._committed.append((save, copied, committed))
-
-    def _pin(self, save: _Save, packed: bytes) -> None:
-        assert save.pin_s is not None
-        self._ctx.pools.clients[save.group.pool].pin(packed, save.pin_s, tenant=save.tenant)
+        if save.pin_s and committed:
+            self.pins.pin(save.group.pool, save.tenant, [save.keys[index] for index in copied], save.pin_s)
 
     # ---- small parts
 
@@ -281,48 +358,35 @@ class Saves:
         return [bytes(h) for h in state.request.block_hashes[chunk * step : (chunk + 1) * step]]
 
     def _count_committed(self) -> None:
-        now = time.monotonic()
         while self._committed:
             save, copied, committed = self._committed.popleft()
+            self._committing -= 1
             self._counts["saves|ok"] += committed
             self._counts["saves|lost"] += len(copied) - committed
-            if committed < len(copied):
-                continue  # which ones is not known
-            keys = [save.keys[index] for index in copied]
-            for key in keys:
-                self._remember(save.tenant, key, now)
-            if self._ctx.events is not None:
-                self._ctx.events.append((save.group.index, [h for index in copied for h in save.hashes[index]]))
-            if save.pin_s:
-                self._ctx.calls.submit(partial(self._pin, save, b"".join(keys)))
+            if committed == len(copied):  # else it is not known which ones
+                self._is_held(save, copied)
 
-    def _count_outcomes(self, save: _Save, reservation: Reservation) -> None:
-        now = time.monotonic()
-        for key, outcome in zip(save.keys, reservation.outcomes, strict=True):
-            if outcome == "HELD":
-                self._remember(save.tenant, key, now)
+    def _count_outcomes(self, save: Save, reservation: Reservation) -> None:
+        self._is_held(save, [index for index, outcome in enumerate(reservation.outcomes) if outcome == "HELD"])
+        for outcome in reservation.outcomes:
             if outcome != "GRANTED":
                 self._counts[f"saves|{outcome.lower()}"] += 1
 
-    def _is_recent(self, tenant: str, key: bytes, now: float) -> bool:
-        seen = self._recent.get(tenant.encode() + key)
-        return seen is not None and now - seen < RECENT_S
+    def _is_held(self, save: Save, indexes: Sequence[int]) -> None:
+        """The daemon holds these chunks of a save."""
+        if save.epoch != self._epoch:
+            return
+        until_s = time.monotonic() + min(RECENT_S, save.ttl_s or RECENT_S)
+        for index in indexes:
+            self._recent.add(save.tenant, save.keys[index], until_s)
+        if self._ctx.events is not None:
+            self._ctx.events.stored(save.group.index, [h for index in indexes for h in save.hashes[index]])
 
-    def _remember(self, tenant: str, key: bytes, now: float) -> None:
-        self._recent[tenant.encode() + key] = now
-        self._recent.move_to_end(tenant.encode() + key)
-        while len(self._recent) > MAX_RECENT:
-            self._recent.popitem(last=False)
-
-    def forget_recent(self) -> None:
-        """Ask again for everything: the daemon is another one, or keys have changed."""
-        self._recent.clear()
-
-    def _release_except(self, save: _Save) -> None:
+    def _release_except(self, save: Save) -> None:
         granted = set(save.granted)
         self._free(save, [n for n in range(len(save.blocks)) if n not in granted])
 
-    def _free(self, save: _Save, indexes: Sequence[int] | range) -> None:
+    def _free(self, save: Save, indexes: Sequence[int] | range) -> None:
         blocks = [block for n in indexes for block in save.blocks[n]]
         for n in indexes:
             save.blocks[n] = []
@@ -330,17 +394,17 @@ class Saves:
         if blocks:
             self._block_pool.free_blocks(reversed(blocks))
 
-    def _end(self, save: _Save) -> None:
+    def _end(self, save: Save) -> None:
         self._free(save, range(len(save.blocks)))
         self._close(save)
         self._forget(save)
 
-    def _close(self, save: _Save) -> None:
+    def _close(self, save: Save) -> None:
         reservation, save.reservation = save.reservation, None
         if reservation is not None:
             reservation.close()
 
-    def _forget(self, save: _Save) -> None:
+    def _forget(self, save: Save) -> None:
         self._saves.pop(save.save_id, None)
         self._by_request[save.request_id] -= 1
         if self._by_request[save.request_id] <= 0:

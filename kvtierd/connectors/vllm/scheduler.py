@@ -17,10 +17,13 @@ from typing import Any, Final
 from kvtierd.connectors.lmcache import request_settings
 from kvtierd.connectors.vllm.background import Background
 from kvtierd.connectors.vllm.context import Context
+from kvtierd.connectors.vllm.doubt import Doubts
+from kvtierd.connectors.vllm.events import Change, Events
 from kvtierd.connectors.vllm.gate import Gate, Steps
 from kvtierd.connectors.vllm.hashes import Keys
 from kvtierd.connectors.vllm.layout import UnsupportedLayoutError
 from kvtierd.connectors.vllm.loads import Loads
+from kvtierd.connectors.vllm.logs import warn_rarely
 from kvtierd.connectors.vllm.metadata import KvtierdMetadata, KvtierdWorkerMetadata, Rank, RankLayout
 from kvtierd.connectors.vllm.pools import Pools
 from kvtierd.connectors.vllm.requests import RequestState, tenant_of
@@ -31,7 +34,6 @@ from kvtierd.errors import KvtierdError
 CALL_THREADS: Final = 4
 MAX_ARRIVALS: Final = 4096
 """Requests that wait to be prefetched for; of more, the newest."""
-MAX_TRACES: Final = 5
 
 log = logging.getLogger("vllm.kvtierd")
 
@@ -43,18 +45,27 @@ class SchedulerSide:
         vllm_config: of the engine.
         kv_cache_config: of the engine.
         settings: of the connector.
-        selective: this vLLM tells which blocks have left a window, and takes failed loads by request.
+        recovers_groups: this vLLM tells which blocks have left a window, and takes failed loads by request.
         keeps_stepping: this vLLM goes on stepping for saves that are under way.
+        failed: counts and logs the exception that is being handled, and what it was in.
     """
 
     def __init__(
-        self, vllm_config: Any, kv_cache_config: Any, settings: Settings, *, selective: bool, keeps_stepping: bool
+        self,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        settings: Settings,
+        *,
+        recovers_groups: bool,
+        keeps_stepping: bool,
+        failed: Callable[[str], None],
     ) -> None:
         self._config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._settings = settings
-        self._selective = selective
+        self._recovers_groups = recovers_groups
         self._keeps_stepping = keeps_stepping
+        self._failed = failed
         self.counts: Counter[str] = Counter()
         self._layouts: dict[Rank, RankLayout] = {}
         self._pools: Pools | None = None
@@ -67,7 +78,7 @@ class SchedulerSide:
         self._arrivals: deque[str] = deque(maxlen=MAX_ARRIVALS)
         self._kept: dict[str, None] = {}
         self._steps = Steps()
-        self._failures = 0
+        self._doubts = Doubts(int(vllm_config.parallel_config.pipeline_parallel_size) + 2)
         self._building = KvtierdMetadata()
         self._lookups = Background(settings.max_loads, "kvtierd-lookup")  # one that waits for NVMe keeps no other back
         self._calls = Background(CALL_THREADS, "kvtierd-call")
@@ -85,7 +96,7 @@ class SchedulerSide:
         except (UnsupportedLayoutError, ValueError, KvtierdError) as e:
             self.disable(str(e))
             return
-        if pools.plan.selective and not self._selective:
+        if pools.plan.selective and not self._recovers_groups:
             pools.close()
             self.disable("this vLLM is too old for models with several KV cache groups or sliding windows: use a newer one")
             return
@@ -121,7 +132,7 @@ class SchedulerSide:
             self._calls,
             self._lookups,
             self._block_pool,
-            [] if listening else None,
+            Events() if listening else None,
         )
         self._saves = Saves(self._ctx)
 
@@ -140,16 +151,18 @@ class SchedulerSide:
             log.error("kvtierd: no KV cache is kept for this engine: %s", why)
 
     def reset(self) -> None:
-        """Nothing saved so far may be hit any more."""
+        """Nothing saved so far may be hit any more. Blocks that saves hold go back at once where no worker reads them."""
         ctx, saves = self._ctx, self._saves
         if ctx is None or saves is None:
             return
         ctx.keys.new_epoch()
-        saves.forget_recent()
+        saves.forget()
+        saves.drop_unsent()
         for state in self._requests.values():
-            self._loads.drop(state)
+            self._loads.forget(state)
             state.missed = None
-            state.stale = True
+            state.next_chunk = state.useless = 0
+            state.stale = state.stale or state.request.num_computed_tokens > 0
 
     def close(self) -> None:
         """End everything."""
@@ -181,7 +194,7 @@ class SchedulerSide:
                 params = request.kv_transfer_params if self._settings.request_params else None
                 settings, bypass = request_settings(params), False
             except ValueError as e:
-                log.warning("kvtierd: request %s is served without a cache: %s", request.request_id, e)
+                warn_rarely("kvtierd: request %s is served without a cache: %s", request.request_id, e)
                 settings, bypass = request_settings(None), True
             tenant = tenant_of(settings, getattr(request, "cache_salt", None), self._settings.salt_tenants)
             state = self._requests[request.request_id] = RequestState(request, settings, tenant, bypass)
@@ -189,14 +202,19 @@ class SchedulerSide:
 
     def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond ``local_tokens`` that can be loaded, and whether asynchronously; None for "ask again"."""
+        state = self._state(request)
+        state.local_tokens = local_tokens
         if self._ctx is None or self._disabled or not self._settings.loads:
             return 0, False
-        return self._loads.matched(self._ctx, self._state(request), local_tokens)
+        return self._loads.matched(self._ctx, state, local_tokens)
 
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
         """vLLM has found blocks for a request, and loads ``external_tokens`` of them from here."""
         state = self._state(request)
         state.block_ids = tuple(list(ids) for ids in blocks.get_block_ids())
+        # What has been loaded in the background counts as computed by now, but nothing does that is only promised.
+        state.local_tokens = max(state.local_tokens + external_tokens, int(request.num_computed_tokens))
+        state.computed = state.useless = 0
         if self._ctx is not None:
             self._loads.allocated(self._ctx, state, external_tokens)
 
@@ -208,9 +226,9 @@ class SchedulerSide:
             self._loads.fail(self._ctx, state, external_tokens)
 
     def sources(self, request: Any) -> dict[str, int]:
-        """Tokens of the request's load by tier."""
+        """Tokens of the request's load, which was just allocated, by tier."""
         state = self._requests.get(request.request_id)
-        return dict(state.sources) if state is not None else {}
+        return dict(state.load.tokens_by_tier) if state is not None and state.load is not None else {}
 
     def finished(self, request: Any, block_ids: tuple[list[int], ...]) -> bool:
         """A request has ended. Whether its blocks have to be kept until the workers report it as sent."""
@@ -223,8 +241,9 @@ class SchedulerSide:
             return False  # vLLM keeps its blocks until the load is reported; the state goes then
         saves = self._saves
         try:
-            if saves is not None and self._saving:
-                saves.collect_last(state, block_ids, int(request.num_computed_tokens))
+            if saves is not None and self._saving and self._doubts.trusts_ended(state):
+                # vLLM counts as computed what others have only promised to load. What it never scheduled has no content.
+                saves.collect_last(state, block_ids, min(state.computed, int(request.num_computed_tokens)))
         finally:
             self._forget(state)
         if not self._keeps_stepping and saves is not None and saves.pending_for(request_id):
@@ -248,7 +267,7 @@ class SchedulerSide:
         if ctx is not None and saves is not None:
             meta.sessions = ctx.pools.new_sessions()
             if meta.sessions:
-                saves.forget_recent()  # another daemon may hold other blocks
+                saves.forget()  # another daemon may hold other blocks
             # Before this step's own chunks are collected: what this step computes is copied in a later one.
             meta.saves = saves.jobs()
             meta.sent = [r for r in self._kept if not saves.pending_for(r)]
@@ -260,8 +279,9 @@ class SchedulerSide:
             if self._saving:
                 self._collect_saves(saves, output)
             self._start_prefetches(ctx)
-            for state in self._requests.values():
-                self._loads.drop_stale(state, now)
+            if self._loads.asking:
+                for state in self._requests.values():
+                    self._loads.drop_stale(state, now)
         meta.step = self._steps.begin(int(output.total_num_scheduled_tokens), now)
         meta.loads = self._loads.take()
         return meta
@@ -278,14 +298,7 @@ class SchedulerSide:
             run()
         except Exception:
             state.bypass = True
-            self._unexpected(f"request {state.request.request_id}")
-
-    def _unexpected(self, what: str) -> None:
-        """Count and log the exception that is being handled."""
-        self.counts["hook_failures"] += 1
-        self._failures += 1
-        if self._failures <= MAX_TRACES:
-            log.exception("kvtierd: %s goes on without the cache", what)
+            self._failed("work for a request")
 
     @property
     def _saving(self) -> bool:
@@ -312,18 +325,29 @@ class SchedulerSide:
 
     def _collect_saves(self, saves: Saves, output: Any) -> None:
         tables = getattr(output, "kv_connector_block_state", None)
+        chunk, decode = saves.chunk_tokens, self._settings.save_decode
+        begun, found = [], []
         for request_id, scheduled in output.num_scheduled_tokens.items():
             state = self._requests.get(request_id)
             if state is None:
                 continue
-            self._careful(state, partial(self._collect_of, saves, state, scheduled, tables))
+            start = state.request.num_computed_tokens
+            if not state.computed:
+                begun.append((state, start))
+            state.computed = start + scheduled
+            whole = state.computed if decode else min(state.computed, state.request.num_prompt_tokens)
+            if whole // chunk > state.next_chunk:
+                found.append(state)
+        if output.num_scheduled_tokens:
+            self._doubts.step(begun)
+        for state in found:
+            if self._doubts.trusts(state):
+                self._careful(state, partial(self._collect_of, saves, state, tables))
 
     @staticmethod
-    def _collect_of(saves: Saves, state: RequestState, scheduled: int, tables: Any) -> None:
-        computed = int(state.request.num_computed_tokens) + scheduled
-        if saves.due(state, computed) > state.next_chunk:
-            table = tables.get_block_ids(state.request.request_id) if tables is not None else None
-            saves.collect(state, state.block_ids if table is None else table, computed)
+    def _collect_of(saves: Saves, state: RequestState, tables: Any) -> None:
+        table = tables.get_block_ids(state.request.request_id) if tables is not None else None
+        saves.collect(state, state.block_ids if table is None else table, state.computed)
 
     def _start_prefetches(self, ctx: Context) -> None:
         while self._arrivals and self._loads.may_prefetch:  # the others wait until those before them have been asked about
@@ -355,13 +379,16 @@ class SchedulerSide:
                 saves.report(save_id, report)
             except Exception:  # the other reports count all the same
                 saves.abandon(save_id)
-                self._unexpected(f"save {save_id}")
+                self._failed("the report of a save")
         ctx.gate.step(tokens, seconds)
 
     def _load_ended(self, state: RequestState) -> None:
+        load = state.load
         try:
             if self._ctx is not None:
                 self._loads.ended(self._ctx, state)
+                if load is not None and self._saves is not None and not state.no_load and not state.stale:
+                    self._saves.loaded(state, *load.chunks)
         except Exception:
             self._loads.lose(state)
             raise
@@ -369,18 +396,19 @@ class SchedulerSide:
             if state.request.is_finished():
                 self._forget(state)
 
-    def take_events(self) -> list[tuple[int, list[bytes]]]:
-        """KV cache groups and hashes of the engine's blocks that were published since the last call."""
-        if self._ctx is None or not self._ctx.events:
-            return []
-        events = list(self._ctx.events)
-        self._ctx.events.clear()
-        return events
+    def take_events(self) -> list[Change]:
+        """What to publish of the engine's blocks since the last call."""
+        return [] if self._ctx is None or self._ctx.events is None else self._ctx.events.take()
 
     @property
     def pending(self) -> bool:
         """Whether steps are needed although no request runs."""
         return (self._saves is not None and self._saves.pending) or self._loads.new
+
+    @property
+    def frees_soon(self) -> bool:
+        """Whether blocks get free as soon as copies that are under way have ended."""
+        return self._saves is not None and self._saves.frees_soon
 
     def gauges(self) -> dict[str, int]:
         """State of this moment, for metrics."""

@@ -33,6 +33,8 @@ SAVE_RESULTS: Final = (
     "limit",
     "unavailable",
     "deadline",
+    "window",
+    "stale",
 )
 TIERS: Final = ("hbm", "cpu", "nvme")
 
@@ -100,6 +102,7 @@ class KvtierdPromMetrics(KVConnectorPromMetrics):
             ("load_us", "Microseconds spent copying loads."),
             ("save_us", "Microseconds spent copying saves."),
             ("save_delays", "Times that saves waited because too many blocks were held."),
+            ("pin_failures", "Blocks that could not be pinned as a request asked."),
             ("hook_failures", "Unexpected failures inside the connector; each was answered with no cache."),
         ):
             counter = self._counter_cls(name=f"vllm:kvtierd_{name}", documentation=text, labelnames=labelnames)

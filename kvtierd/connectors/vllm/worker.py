@@ -160,6 +160,13 @@ class WorkerSide:
             return None
         return KvtierdWorkerMetadata(saves, loads, layouts, step)
 
+    def wait_for_copies(self, timeout_s: float) -> bool:
+        """Wait until all copies that were begun have ended. Whether they have."""
+        until_s = time.monotonic() + timeout_s
+        threads = [(background, threading.Event()) for background in (self._loader, self._saver)]
+        begun = [background.submit(ended.set) for background, ended in threads]  # runs after what was submitted before
+        return all(begun) and all(ended.wait(max(0.0, until_s - time.monotonic())) for _, ended in threads)
+
     def close(self) -> None:
         """End. Waits for copies that are under way."""
         self._closed = True
