@@ -252,7 +252,7 @@ def test_running_requests_are_not_saved_under_new_keys(engines: Engines) -> None
     """Their blocks are of before the reset, when the weights may have been others."""
     engine = engines()
     engine.add("old", fresh(500), 5)
-    engine.step()
+    engine.until(lambda: engine.computed["old"] > 0)
     engine.connector.reset_cache()
     state = engine.side._requests["old"]
     assert engine.side._saves.due(state, 500) == 0
