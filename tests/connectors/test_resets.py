@@ -22,7 +22,7 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from kvtierd.connectors.vllm import saves as saves_module
 from kvtierd.testing.daemon import DaemonProcess
 from tests.connectors.engine_cases import KINDS, Engines, Stop, fresh, right, save
-from tests.connectors.small_engine import BLOCK, CHUNK, RequestStatus, SmallEngine
+from tests.connectors.small_engine import BLOCK, CHUNK, NEW, RequestStatus, SmallEngine
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("nothing_is_left_open")]
 
@@ -114,6 +114,9 @@ def test_reset_while_the_daemon_does_not_answer(engines: Engines, monkeypatch: p
     assert engine.side._saves.held > 0
     assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
     assert engine.side._saves.held == 0
+    if not NEW:  # an older vLLM keeps a request's blocks until the workers have said that they may go
+        engine.step()
+        engine.step()
     assert engine.scheduler.reset_prefix_cache(reset_connector=True), "nothing is waited for"
     answer.set()
     right(engine, "a")

@@ -313,9 +313,10 @@ class Saves:
     def drop_unsent(self) -> None:
         """Give back at once all blocks that no worker reads: those of saves that the daemon has not answered, or only just."""
         for save in self._saves.values():
-            if not save.sent_s:
+            if not save.sent_s and not save.dropped:
                 save.dropped = True
                 self._free(save, range(len(save.blocks)))
+                self._let_go(save.request_id)
 
     # ---- in the background
 
@@ -405,7 +406,10 @@ class Saves:
             reservation.close()
 
     def _forget(self, save: Save) -> None:
-        self._saves.pop(save.save_id, None)
-        self._by_request[save.request_id] -= 1
-        if self._by_request[save.request_id] <= 0:
-            del self._by_request[save.request_id]
+        if self._saves.pop(save.save_id, None) is not None and not save.dropped:
+            self._let_go(save.request_id)
+
+    def _let_go(self, request_id: str) -> None:
+        self._by_request[request_id] -= 1
+        if self._by_request[request_id] <= 0:
+            del self._by_request[request_id]
