@@ -151,7 +151,7 @@ def test_a_request_that_waits_is_saved_under_the_new_keys(engines: Engines) -> N
     cancelled: list[int] = []
     engine.step()
     state = engine.side._requests["waits"]
-    state.prefetch = SimpleNamespace(cancel=lambda: cancelled.append(1))
+    state.prefetches = [SimpleNamespace(cancel=lambda: cancelled.append(1))]
     engine.connector.reset_cache()
     assert cancelled, "what it reads has old keys"
     engine.pool.free_blocks(taken)
