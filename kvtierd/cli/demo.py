@@ -21,9 +21,10 @@ from kvtierd.demo.daemon import demo_folder, filesystem_of
 from kvtierd.demo.progress import summary, verdict
 from kvtierd.demo.report import plot, result_table
 from kvtierd.demo.run import Demo, DemoError, Options
-from kvtierd.demo.trace import EXCERPT_REQUESTS, Request, TraceError, default_trace, read_trace
+from kvtierd.demo.trace import EXCERPT_REQUESTS, default_trace
 from kvtierd.demo.view import View
 from kvtierd.demo.worker import BATCH
+from kvtierd.replay.trace import Request, TraceError, read_trace
 
 LATE_S: Final = 30.0
 """How much longer than planned the replay of the excerpt may take on a slow machine."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvtierd.demo.content import BLOCK_BYTES, SHAPE
-from kvtierd.demo.trace import Request, ideal_hits
 from kvtierd.demo.worker import Outcome
 from kvtierd.model import Tier
+from kvtierd.replay.trace import Request, ideal_hits
 
 TIERS: Final = (Tier.CPU, Tier.NVME)
 MAX_SAMPLES: Final = 4096

@@ -16,10 +16,10 @@ import grpc
 
 from kvtierd.demo.daemon import DemoDaemon, undisturbed
 from kvtierd.demo.progress import Progress, Sample
-from kvtierd.demo.trace import Request
 from kvtierd.demo.worker import Ended, Job, Outcome, work
 from kvtierd.errors import StartupError
 from kvtierd.model import Tier
+from kvtierd.replay.trace import Request
 
 POLL_S: Final = 0.25
 STATUS_TIMEOUT_S: Final = 1.0

@@ -11,9 +11,9 @@ import pytest
 
 from kvtierd.client import LoadResult, LookupResult, SaveResult, block_keys
 from kvtierd.demo import content
-from kvtierd.demo.trace import Request
 from kvtierd.demo.worker import BATCH, Outcome, Replay
 from kvtierd.model import Tier
+from kvtierd.replay.trace import Request
 
 
 class FakeClient:

@@ -18,7 +18,8 @@ import pytest
 
 from kvtierd.demo.progress import Progress, summary, verdict
 from kvtierd.demo.run import Demo, Options
-from kvtierd.demo.trace import default_trace, read_trace
+from kvtierd.demo.trace import default_trace
+from kvtierd.replay.trace import read_trace
 
 SMALL = ["--limit", "60", "--cpu-capacity", "64MiB", "--nvme-capacity", "400MiB"]
 

@@ -12,10 +12,10 @@ from rich.console import Console
 from kvtierd.demo import progress as p
 from kvtierd.demo.progress import Progress, Sample, summary, verdict
 from kvtierd.demo.report import result_table
-from kvtierd.demo.trace import Request
 from kvtierd.demo.view import View, curve, picture
 from kvtierd.demo.worker import Outcome
 from kvtierd.model import Tier
+from kvtierd.replay.trace import Request
 
 MIB = 1 << 20
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtierd.demo.trace import EXCERPT_REQUESTS, Request, TraceError, default_trace, ideal_hits, read_trace
+from kvtierd.demo.trace import EXCERPT_REQUESTS, default_trace
+from kvtierd.replay.trace import Request, TraceError, ideal_hits, read_trace
 
 
 def figures(requests: list[Request]) -> tuple[int, int, int, float]:
