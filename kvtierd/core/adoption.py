@@ -45,7 +45,7 @@ def adopt_blocks(state: CoreState, now: float, rows: Iterable[Recovered]) -> lis
             owners[slot & 0xFFFF_FFFF] = copy
             extent.used += 1
             extent.used_at_s = now
-        realm.lru[Tier.NVME].dirty.append(copy)
+        realm.orders[Tier.NVME].lanes[0].dirty.append(copy)
         realm.presence.changed(key)
         adopted[realm_id] += 1
     for realm_id, count in adopted.items():
@@ -56,5 +56,5 @@ def adopt_blocks(state: CoreState, now: float, rows: Iterable[Recovered]) -> lis
         state.copies[Tier.NVME] += count
         state.dirty_bytes[Tier.NVME] += size
         state.pools[Tier.NVME].used_bytes += size
-        state.order_changed(realm, Tier.NVME)
+        state.turns.changed(realm, Tier.NVME)
     return doubles

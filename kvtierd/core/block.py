@@ -24,7 +24,7 @@ Commit or a finished move. Everything else is an eviction, an abort, a failure o
 Invariants (``check_block`` restates them):
 
 * a FILLING copy has exactly one pin, its writer's;
-* a READY copy without pins is in exactly one LRU list of its realm; no other copy is in any;
+* a READY copy without pins is in exactly one LRU list of its realm, in the lane of its block; no other copy is in any;
 * ``mask`` has exactly the bits of the READY copies; a block in the index has at least one copy;
 * a DOOMED copy has at least one pin and is no longer reachable from its block.
 
@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING, Final
 from kvtierd.model import NO_END, Tier
 
 if TYPE_CHECKING:
+    from kvtierd.core.admission import Prefix
     from kvtierd.core.realm import Realm
 
 
@@ -65,9 +66,13 @@ TRANSITIONS: Final = frozenset(
 
 
 class Block:
-    """One block: its key, where its copies are, when it was last used and when it expires. Kept small: there are millions."""
+    """One block: its key, where its copies are, when it was last used and when it expires. Kept small: there are millions.
 
-    __slots__ = ("cpu", "expires_s", "hbm", "key", "mask", "nvme", "realm", "used_at_s")
+    ``lane`` is the lane of every order that its copies are in (``core/order.py``); ``prefix`` are the blocks that NVMe admits
+    together with it (``core/admission.py``), None where nobody has asked.
+    """
+
+    __slots__ = ("cpu", "expires_s", "hbm", "key", "lane", "mask", "nvme", "prefix", "realm", "used_at_s")
 
     def __init__(self, key: bytes, realm: Realm, used_at_s: float) -> None:
         self.key = key
@@ -75,6 +80,8 @@ class Block:
         self.used_at_s = used_at_s
         self.expires_s = NO_END
         self.mask = 0
+        self.lane = 0
+        self.prefix: Prefix | None = None
         self.hbm: Copy | None = None
         self.cpu: Copy | None = None
         self.nvme: Copy | None = None
@@ -198,6 +205,10 @@ def check_block(block: Block) -> None:
             assert copy.pins == 1 and copy.lru is None
         elif copy.state is CopyState.READY:
             assert (copy.lru is None) == (copy.pins > 0)
+            if copy.lru is not None:
+                lane = block.realm.orders[copy.tier].lane(copy)
+                lists = (lane.written, lane.clean) if copy.is_clean else (lane.dirty, lane.sunk, lane.refused)
+                assert any(copy.lru is lru for lru in lists)
             mask |= copy.tier.bit
         else:
             raise AssertionError(f"a live copy is {copy.state.name}")

@@ -16,7 +16,7 @@ def take_snapshot(state: CoreState, sessions: Mapping[int, Session], pins: int, 
     tiers = []
     for tier in state.tiers:
         pool = state.pools[tier]
-        until, why = state.suspended.get(tier, (0.0, ""))
+        until, why = state.turns.suspended.get(tier, (0.0, ""))
         tiers.append(
             TierStats(
                 tier,
@@ -24,7 +24,7 @@ def take_snapshot(state: CoreState, sessions: Mapping[int, Session], pins: int, 
                 pool.reserved_bytes,
                 pool.used_bytes,
                 state.copies[tier],
-                state.dirty_bytes[tier] if state.lower(tier) is not None else 0,
+                state.dirty_bytes[tier] if state.turns.lower(tier) is not None else 0,
                 state.pinned_bytes[tier],
                 why if until else "",
             )
@@ -44,6 +44,8 @@ def check_all(state: CoreState, sessions: Mapping[int, Session]) -> None:
     state.expiries.check(block for realm in state.realms.values() for block in realm.index.values())
     for realm in state.realms.values():
         realm.presence.check()
+        for order in realm.orders:
+            order.check()
         for key, block in realm.index.items():
             assert block.key == key and block.realm is realm
             check_block(block)

@@ -1,4 +1,4 @@
-"""Moving copies between tiers: promotion for loads and prefetches, demotion by TTL, watermark, drain and need of room.
+"""Moving copies between tiers: promotion for loads and prefetches, and what the results of moves, up or down, mean.
 
 A demotion never takes the upper copy away before the lower one is readable; a failed move leaves everything as it was, except
 that a source which cannot be read is forgotten (one that the machine has no room to read just now is not). A promotion keeps
@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from enum import Enum
-from typing import Final, Protocol
+from typing import Final
 
 from kvtierd.core.block import Copy, CopyState
 from kvtierd.core.commands import Forget, Move, Priority, Progress, StartMoves
+from kvtierd.core.demotion import Demoter
 from kvtierd.core.realm import Realm
 from kvtierd.core.space import Space
 from kvtierd.core.state import CoreState
@@ -23,9 +24,6 @@ from kvtierd.model import Result, Tier
 
 GROWTH_PAUSES: Final = 4
 """Pauses for which a tier that has extents does not grow after its device had no room."""
-MAX_STEPS_PER_TICK: Final = 2048
-"""Copies that one tick looks at; the rest follows in the next tick."""
-
 
 _MISS_REASONS: Final = {Result.CORRUPT: Reason.CORRUPT, Result.NO_SPACE: Reason.BUSY}
 
@@ -42,12 +40,6 @@ class _Step(Enum):
     """As much is on its way up as may be; nobody gets further, and nobody overtakes."""
 
 
-class _Starter(Protocol):
-    """Starts writing a copy down; False when that is not possible now."""
-
-    def __call__(self, copy: Copy, why: str, *, drop: bool) -> bool: ...
-
-
 class Mover:
     """Decides which moves start, and what their results mean."""
 
@@ -59,13 +51,7 @@ class Mover:
         self._promoting: dict[Copy, Move] = {}
         """Moves in flight that somebody waits for, by their target."""
         self.up_bytes = 0
-        self.down_bytes = 0
-        self._leaving_bytes = [0, 0, 0]
-        """By tier: dirty bytes that are being written down."""
-        self._in_use: deque[Copy] = deque()
-        """While draining: copies that were in use when it began, so that they are in no LRU list."""
-        self.ttl_due = False
-        """Set when a TTL has run out; the next :meth:`pump` applies it."""
+        self._down = Demoter(state, space, lambda now, source, target, why: self._begin(now, source, target, Priority.DEMOTE, why))
 
     @property
     def queue_depth(self) -> dict[str, int]:
@@ -85,7 +71,7 @@ class Mover:
     @property
     def ttl_goes_on(self) -> bool:
         """True when the next tick can apply more TTLs at once; while writes are in flight their results bring it on."""
-        return self.ttl_due and not self._down_is_full()
+        return self._down.ttl_due and not self._down.is_full
 
     def want(self, ticket: ReadTicket, indexes: list[int]) -> None:
         """Queue keys of a ticket that are WAITING."""
@@ -94,12 +80,16 @@ class Mover:
 
     def drain_in_use(self, copies: Iterable[Copy]) -> None:
         """Write these down too while draining: they have users, which may read on meanwhile."""
-        self._in_use = deque(copies)
+        self._down.drain_in_use(copies)
+
+    def expire(self) -> None:
+        """Time has passed: the next :meth:`pump` applies TTLs that have run out."""
+        self._down.ttl_due = True
 
     def pump(self, now: float) -> None:
         """Start whatever may start. Called at the end of every event."""
         self._start_promotions(now)
-        self._start_demotions(now)
+        self._down.start(now)
 
     # ---- up
 
@@ -153,8 +143,9 @@ class Mover:
         held = ticket.session.held_bytes
         if held and held + realm.tier_bytes[Tier.CPU] > state.config.max_ticket_share * state.config.capacity_bytes[Tier.CPU]:
             return _Step.SESSION_FULL
-        if block.cpu is not None and block.cpu.state is CopyState.READY:
-            self._fulfil(now, ticket, index, block.cpu)
+        readable = state.readable(block)
+        if readable is not None:
+            self._fulfil(now, ticket, index, readable)
             return _Step.DONE
         if block.cpu is not None:
             # FILLING, so a move is on its way: clients get slots only for blocks that are held nowhere.
@@ -172,6 +163,7 @@ class Mover:
                 return _Step.REALM_FULL
             self.miss(now, ticket, index, slots)
             return _Step.DONE
+        state.came_back(realm, block.key, Tier.CPU)
         target = state.new_copy(now, block, Tier.CPU, slots, priority.name.lower())
         move = self._begin(now, source, target, priority, priority.name.lower())
         self._wait(move, ticket, index)
@@ -222,136 +214,6 @@ class Mover:
             self._promoting[target] = move
         return move
 
-    # ---- down
-
-    def _start_demotions(self, now: float) -> None:
-        state = self._state
-        started: dict[tuple[Tier, Tier], list[Move]] = {}
-
-        def start(copy: Copy, why: str, *, drop: bool) -> bool:
-            move = self._demote(now, copy, why, drop=drop)
-            if move is not None:
-                started.setdefault((copy.tier, move.dst.tier), []).append(move)
-            return move is not None
-
-        for _ in range(min(len(state.demote_wanted), MAX_STEPS_PER_TICK)):
-            if self._down_is_full():
-                break
-            copy, why = state.demote_wanted.popleft()
-            self._leave(now, copy, why, start)
-        while state.draining and self._in_use and not self._down_is_full():
-            copy = self._in_use.popleft()
-            if copy.state is CopyState.READY and not copy.is_clean and state.can_demote(copy.block.realm, copy.tier, now):
-                start(copy, "drain", drop=False)
-        for realm in list(self._space.hungry.values()):
-            if self._down_is_full():
-                break
-            self._feed(now, realm, start)
-        for tier in state.tiers:
-            self._keep_free(now, tier, start)
-        if self.ttl_due and not self._down_is_full():
-            self._expire_idle(now, start)
-        for (src, dst), moves in started.items():
-            state.commands.append(StartMoves(src, dst, Priority.DEMOTE, tuple(moves)))
-
-    def _down_is_full(self) -> bool:
-        return self.down_bytes >= self._state.config.max_demote_bytes
-
-    def _leave(self, now: float, copy: Copy, why: str, start: _Starter) -> None:
-        """A copy whose extent drains: forget it when it is clean, else write it down."""
-        state = self._state
-        if copy.state is not CopyState.READY or copy.pins:
-            return
-        realm = copy.block.realm
-        if copy.is_clean or not state.can_demote(realm, copy.tier, now) or not start(copy, why, drop=True):
-            state.evict(now, copy, "pressure")
-
-    def _feed(self, now: float, realm: Realm, start: _Starter) -> None:
-        """A realm was refused room: write down some of its oldest copies that exist nowhere else."""
-        state = self._state
-        del self._space.hungry[realm.realm_id]
-        for tier in (t for t in state.tiers if t is not Tier.NVME):
-            if not state.can_demote(realm, tier, now) or realm.lru[tier].oldest_clean():
-                continue
-            batch = max(1, (16 << 20) // realm.tier_bytes[tier])
-            for _ in range(batch):
-                copy = realm.lru[tier].dirty.oldest
-                if copy is None or self._down_is_full():
-                    break
-                if not start(copy, "pressure", drop=False):
-                    break
-
-    def _keep_free(self, now: float, tier: Tier, start: _Starter) -> None:
-        """Write the oldest copies down until enough of a tier is free or clean (or all of it, while draining)."""
-        state = self._state
-        lower = state.lower(tier)
-        if lower is None:
-            return
-        target = 0 if state.draining else (1 - state.config.free_target) * state.config.capacity_bytes[tier]
-        order = state.dirty_order[tier]
-        for _ in range(MAX_STEPS_PER_TICK):
-            if self._down_is_full() or state.dirty_bytes[tier] - self._leaving_bytes[tier] <= target:
-                return
-            first = order.first()
-            if first is None or not state.can_demote(first[1], tier, now):
-                return
-            copy = first[1].lru[tier].dirty.oldest
-            assert copy is not None
-            if not start(copy, "drain" if state.draining else "watermark", drop=False) and first[1] not in state.paused:
-                return
-
-    def _demote(self, now: float, source: Copy, why: str, *, drop: bool) -> Move | None:
-        state = self._state
-        lower = state.lower(source.tier)
-        block = source.block
-        if lower is None:
-            return None
-        # A copy below that is being filled is another move's, whose result is waited for.
-        slots = Reason.BUSY if block.copy_on(lower) is not None else self._space.allocate(now, lower, block.realm, source)
-        if isinstance(slots, Reason):
-            if not state.pools[lower].retiring:
-                state.pause(now, block.realm)
-            return None
-        target = state.new_copy(now, block, lower, slots, why)
-        move = self._begin(now, source, target, Priority.DEMOTE, why)
-        move.drop_source = drop
-        self.down_bytes += move.size_bytes
-        self._leaving(source, 1)
-        return move
-
-    def _leaving(self, source: Copy, sign: int) -> None:
-        realm = source.block.realm
-        self._leaving_bytes[source.tier] += sign * realm.tier_bytes[source.tier]
-        realm.tenant.leaving_bytes[source.tier] += sign * realm.tier_bytes[source.tier]
-
-    def _expire_idle(self, now: float, start: _Starter) -> None:
-        """Apply the TTLs: clean copies go, others are written down first."""
-        state = self._state
-        self.ttl_due = False
-        for tier in state.tiers:
-            order = state.ttl_order[tier]
-            for _ in range(MAX_STEPS_PER_TICK):
-                first = order.first()
-                if first is None or first[0] > now:
-                    break
-                if not self._expire_one(now, tier, first[1], start) and first[1] not in state.paused:
-                    break
-            else:
-                self.ttl_due = True
-
-    def _expire_one(self, now: float, tier: Tier, realm: Realm, start: _Starter) -> bool:
-        """Handle the idlest copy of a realm. False when nothing more can be done for it at present."""
-        state = self._state
-        copy = realm.lru[tier].oldest()
-        assert copy is not None
-        if copy.is_clean or state.lower(tier) is None:
-            state.evict(now, copy, "ttl")
-            return True
-        if self._down_is_full():
-            self.ttl_due = True
-            return False
-        return state.can_demote(realm, tier, now) and start(copy, "ttl", drop=True)
-
     # ---- results
 
     def unmade(self, now: float, targets: set[Copy]) -> None:
@@ -369,11 +231,12 @@ class Mover:
         if move.priority is not Priority.DEMOTE:
             self.up_bytes -= move.size_bytes
         else:
-            self.down_bytes -= move.size_bytes
-            self._leaving(move.src, -1)
+            self._down.ended(move)
         state.counts.moves[(move.src.tier, move.dst.tier, result.value)] += 1
         if result is Result.OK:
             state.counts.move_bytes[(move.src.tier, move.dst.tier)] += move.size_bytes
+            if move.priority is Priority.DEMOTE:
+                state.counts.demotions[(move.src.tier, move.why)] += 1
             self._succeeded(now, move)
         else:
             self._failed(now, move, result)
@@ -393,8 +256,10 @@ class Mover:
                     self._fulfil(now, ticket, index, target)
                 else:
                     self.miss(now, ticket, index, Reason.UNSPECIFIED)
-        state.unpin(now, target)
-        state.unpin(now, source, written=move.priority is Priority.DEMOTE)
+        # What was written down and not used meanwhile is as old as it was before.
+        unused = move.priority is Priority.DEMOTE and source.block.used_at_s <= move.started_s
+        state.unpin(now, target, sunk=unused)
+        state.unpin(now, source, written=unused)
         if (
             move.drop_source
             and source.state is CopyState.READY
@@ -426,7 +291,7 @@ class Mover:
         state = self._state
         pool = state.pools[target.tier]
         until = now + state.config.retry_s
-        state.suspended[target.tier] = (until, result.value)
+        state.turns.suspended[target.tier] = (until, result.value)
         for slot in target.all_slots():
             extent = pool.extents.get(slot >> 32)
             if extent is not None and (result is Result.IO_ERROR or extent.used == 0):

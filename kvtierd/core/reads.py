@@ -78,9 +78,9 @@ class Reads:
                 found_on.append(0)
                 continue
             blocks.append(block)
-            copy = block.cpu
+            copy = state.readable(block)
             may_hold = not session.held_bytes or session.held_bytes + size <= limit
-            if copy is not None and copy.state is CopyState.READY and may_hold:
+            if copy is not None and may_hold:
                 session.ticket_bytes += size
                 entries.append(Entry.READY)
             else:
@@ -91,7 +91,7 @@ class Reads:
             state.pin(copy)
             copies.append(copy)
             found_on.append(1 << fastest(block.mask))
-        state.touch(now, blocks)
+        state.use(now, realm, blocks)
         ticket = ReadTicket(next(state.ids), session, realm, prefetch, each, deadline_s, copies, entries, bytes(found_on))
         ticket.waiting, ticket.open = len(waiting), len(blocks)
         if not blocks:

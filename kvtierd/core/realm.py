@@ -10,7 +10,8 @@ import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvtierd.core.block import Block, Copy, LruList
+from kvtierd.core.block import Block
+from kvtierd.core.order import Order
 from kvtierd.core.presence import Presence
 from kvtierd.model import PAGE_BYTES, Namespace, Tier
 
@@ -33,44 +34,15 @@ class Tenant:
     realms: list[Realm] = field(default_factory=list)
 
 
-class TierLru:
-    """A realm's copies on one tier that nobody uses, by age.
-
-    Three lists, because each is then sorted by last use without any searching: copies that exist on no lower tier, copies
-    that became clean by being written down (they were the oldest), and copies that were clean when they were last used.
-    """
-
-    __slots__ = ("clean", "dirty", "written")
-
-    def __init__(self) -> None:
-        self.dirty = LruList()
-        self.written = LruList()
-        self.clean = LruList()
-
-    def oldest_clean(self) -> Copy | None:
-        """The oldest copy that also exists below."""
-        return _older(self.written.oldest, self.clean.oldest)
-
-    def oldest(self) -> Copy | None:
-        """The oldest copy of all."""
-        return _older(self.oldest_clean(), self.dirty.oldest)
-
-
-def _older(a: Copy | None, b: Copy | None) -> Copy | None:
-    if a is None or b is None:
-        return b if a is None else a
-    return a if a.block.used_at_s <= b.block.used_at_s else b
-
-
 class Realm:
     """One tenant's blocks of one namespace."""
 
     __slots__ = (
         "fingerprint",
         "index",
-        "lru",
         "namespace",
         "nvme_slot_bytes",
+        "orders",
         "presence",
         "realm_id",
         "slot_bytes",
@@ -79,7 +51,7 @@ class Realm:
         "writable",
     )
 
-    def __init__(self, realm_id: int, tenant: Tenant, namespace: Namespace) -> None:
+    def __init__(self, realm_id: int, tenant: Tenant, namespace: Namespace, orders: tuple[Order, ...]) -> None:
         self.realm_id = realm_id
         self.tenant = tenant
         self.namespace = namespace
@@ -90,14 +62,16 @@ class Realm:
         # A slot on NVMe starts with a page that says what it holds.
         self.nvme_slot_bytes = tuple(n + PAGE_BYTES for n in self.slot_bytes)
         self.tier_bytes = (sum(self.slot_bytes), sum(self.slot_bytes), sum(self.nvme_slot_bytes))
-        self.lru = tuple(TierLru() for _ in Tier)
+        self.orders = orders
+        """By tier: its copies that nobody uses."""
         self.writable = True
         """False while the realm is not recorded on disk: its blocks stay in memory until then."""
 
     def oldest_s(self, tier: Tier) -> float | None:
-        """Last use of the realm's least recently used copy on a tier."""
-        oldest = self.lru[tier].oldest()
-        return None if oldest is None else oldest.block.used_at_s
+        """Last use, with its credit, of the realm's least recently used copy on a tier."""
+        order = self.orders[tier]
+        oldest = order.oldest()
+        return None if oldest is None else order.rank_s(oldest)
 
 
 class TailHeap:

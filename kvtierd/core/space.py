@@ -88,21 +88,22 @@ class Space:
         if need > quota:
             return Reason.QUOTA
         state = self._state
-        clean, dirty = state.quota_order(tenant, tier)
+        spare, dirty = state.turns.within_quota(tenant, tier)
         for _ in range(MAX_EVICTIONS_PER_GRANT):
             if tenant.used_bytes[tier] + need <= quota:
                 return None
-            first = clean.first()
+            first = spare.first()
             if first is not None:
-                victim = first[1].lru[tier].oldest_clean()
+                victim = first[1].orders[tier].next_spare()
             else:
                 first = dirty.first()
                 if first is None:
                     return Reason.BUSY if tenant.leaving_bytes[tier] else Reason.QUOTA
-                if state.can_demote(first[1], tier, now):
+                victim = first[1].orders[tier].next_dirty()
+                assert victim is not None
+                if self._is_kept(now, victim):
                     self.hungry[first[1].realm_id] = first[1]
                     return Reason.BUSY
-                victim = first[1].lru[tier].dirty.oldest
             assert victim is not None
             if _is_spared(victim, source):
                 return Reason.QUOTA
@@ -110,16 +111,23 @@ class Space:
         return Reason.BUSY
 
     def _victim(self, now: float, tier: Tier, realm: Realm) -> Copy | None:
-        """The realm's oldest copy that may be forgotten at once."""
-        lists = realm.lru[tier]
-        victim = lists.oldest_clean()
-        return lists.dirty.oldest if victim is None and not self._state.can_demote(realm, tier, now) else victim
+        """The realm's next copy that may be forgotten at once."""
+        order = realm.orders[tier]
+        victim = order.next_spare()
+        if victim is None:
+            dirty = order.next_dirty()
+            return None if dirty is None or self._is_kept(now, dirty) else dirty
+        return victim
+
+    def _is_kept(self, now: float, copy: Copy) -> bool:
+        """True when a copy that exists on no lower tier can be written down, so that it must not be forgotten before."""
+        return self._state.turns.can_demote(copy.block.realm, copy.tier, now) and not self._state.refusal(now, copy)
 
     def _class_victim(self, now: float, tier: Tier, realm: Realm) -> Copy | None:
         """The oldest copy whose slots would do for this realm."""
         if tier is not Tier.NVME:
             return self._victim(now, tier, realm)
-        first = self._state.nvme_heap(realm).first()
+        first = self._state.turns.on_nvme(realm).first()
         oldest = self._victim(now, tier, first[1]) if first else None
         return oldest or self._victim(now, tier, realm)
 
@@ -169,7 +177,7 @@ class Space:
             if owner is None or owner.state is not CopyState.READY or owner.pins:
                 continue  # comes back through unpin
             realm = owner.block.realm
-            if owner.is_clean or not state.can_demote(realm, tier, now):
+            if owner.is_clean or not state.turns.can_demote(realm, tier, now):
                 state.evict(now, owner, "pressure")
             else:
                 state.demote_wanted.append((owner, "extent"))

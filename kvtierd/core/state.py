@@ -8,66 +8,28 @@ a part of it.
 from __future__ import annotations
 
 import itertools
-from collections import Counter, deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Final
 
+from kvtierd.core.admission import Admission
 from kvtierd.core.block import TRANSITIONS, Block, Copy, CopyState
 from kvtierd.core.commands import Command, Forget, Move, Renew, SpaceFreed
 from kvtierd.core.expiry import Expiries
-from kvtierd.core.realm import Realm, TailHeap, Tenant
+from kvtierd.core.order import Lane, ghost_of, policy_of
+from kvtierd.core.realm import Realm, Tenant
+from kvtierd.core.settings import CoreConfig
 from kvtierd.core.slots import SlotPool
+from kvtierd.core.stats import Counts, StoryEvent
+from kvtierd.core.turns import Turns
 from kvtierd.model import NO_END, Tier, slot_extent
 
 STORY_EVENTS: Final = 32_768
 """State changes remembered over all blocks."""
-
-
-@dataclass(frozen=True)
-class CoreConfig:
-    """What the core needs to know. Bytes and seconds; a tier with capacity 0 is absent."""
-
-    capacity_bytes: tuple[int, int, int]
-    extent_bytes: tuple[int, int, int]
-    ttl_s: tuple[float | None, float | None, float | None] = (30.0, 600.0, None)
-    free_target: float = 0.15
-    max_promote_bytes: int = 256 << 20
-    """Most payload on its way up at one time; one block always may."""
-    max_demote_bytes: int = 256 << 20
-    max_tickets: int = 4096
-    """Of one session."""
-    max_ticket_share: float = 0.5
-    """Of CPU memory, for one session's tickets; and for all pins together."""
-    max_realms: int = 4096
-    """Places for realms; those without blocks and sessions give theirs up when all are taken."""
-    retry_s: float = 5.0
-    """Pause after a device refused a write, or after no room was found below for a realm."""
-
-
-class StoryEvent(NamedTuple):
-    """One remembered change of a copy."""
-
-    at_s: float
-    key: bytes
-    tier: Tier
-    start: CopyState
-    finish: CopyState
-    why: str
-
-
-@dataclass(slots=True)
-class Counts:
-    """Running totals since the start; names as in the metrics."""
-
-    evictions: Counter[tuple[Tier, str]] = field(default_factory=Counter)
-    moves: Counter[tuple[Tier, Tier, str]] = field(default_factory=Counter)
-    """By source, target and result."""
-    move_bytes: Counter[tuple[Tier, Tier]] = field(default_factory=Counter)
-    saves: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Keys by tenant and outcome."""
-    failed_commands: Counter[str] = field(default_factory=Counter)
-    """Commands that the shell could not run, by the name of their class."""
+FOR_ROOM: Final = frozenset(["pressure", "ttl", "quota"])
+"""Reasons of evictions that policy decides; the others are requests and failures."""
+NOT_ADMITTED: Final = "not_admitted"
+"""Reason of an eviction for one of these, where the block went for good because NVMe did not take it."""
 
 
 class CoreState:
@@ -76,8 +38,13 @@ class CoreState:
     def __init__(self, config: CoreConfig, quotas: Callable[[str], Tenant]) -> None:
         self.config = config
         self.pools = tuple(SlotPool(t, config.capacity_bytes[t], config.extent_bytes[t]) for t in Tier)
-        self.tiers = tuple(t for t in Tier if config.capacity_bytes[t] > 0)
-        self._lower = tuple(next((t for t in self.tiers if t > tier), None) for tier in Tier)
+        self.turns = Turns(config)
+        self.tiers = self.turns.tiers
+        self.policy = policy_of(config.eviction, config.turn_bonus_s)
+        self._remembers = config.eviction == "arc"
+        self.admission = Admission(
+            second_use=config.second_use, window_s=config.second_use_window_s, budget_bytes=config.write_budget_bytes
+        )
         self.realms: dict[int, Realm] = {}
         self.realm_ids: dict[tuple[str, bytes], int] = {}
         self.tenants: dict[str, Tenant] = {}
@@ -88,9 +55,8 @@ class CoreState:
         self.copies = [0, 0, 0]
         self.dirty_bytes = [0, 0, 0]
         self.pinned_bytes = [0, 0, 0]
-        self.suspended: dict[Tier, tuple[float, str]] = {}
-        self.paused: dict[Realm, float] = {}
-        """Realms for which there was no room below, until when; the earliest first."""
+        self.refused_bytes = [0, 0, 0]
+        """By tier: dirty bytes that the tier below did not admit, and that may be forgotten at once."""
         self.draining = False
         self.commands: list[Command] = []
         self.story: deque[StoryEvent] = deque(maxlen=STORY_EVENTS)
@@ -98,12 +64,6 @@ class CoreState:
         self.expiries = Expiries()
         self.demote_wanted: deque[tuple[Copy, str]] = deque()
         """Copies that must leave their tier because their extent drains; each is listed once, so its length is bounded."""
-        self.dirty_order = tuple(TailHeap(self._dirty_place(t)) for t in Tier)
-        self.ttl_order = tuple(TailHeap(self._ttl_place(t)) for t in Tier)
-        self.nvme_order: dict[tuple[int, ...], TailHeap] = {}
-        """By slot sizes: realms by the last use of their oldest copy."""
-        self._quota_order: dict[tuple[str, Tier], tuple[TailHeap, TailHeap]] = {}
-        """By tenant and tier, where there is a quota: realms by their oldest copy that exists below, and that does not."""
 
     # ---- who
 
@@ -113,76 +73,6 @@ class CoreState:
         if found is None:
             found = self.tenants[name] = self._new_tenant(name)
         return found
-
-    def _ttl_place(self, tier: Tier) -> Callable[[Realm], float | None]:
-        def place(realm: Realm) -> float | None:
-            ttl_s = self.ttl_s(realm, tier) if realm not in self.paused else None
-            oldest_s = realm.oldest_s(tier)
-            return None if ttl_s is None or oldest_s is None else oldest_s + ttl_s
-
-        return place
-
-    def _dirty_place(self, tier: Tier) -> Callable[[Realm], float | None]:
-        def place(realm: Realm) -> float | None:
-            oldest = realm.lru[tier].dirty.oldest
-            can_go = realm.writable and realm not in self.paused and self.fits_below(realm, tier)
-            return oldest.block.used_at_s if oldest is not None and can_go else None
-
-        return place
-
-    def ttl_s(self, realm: Realm, tier: Tier) -> float | None:
-        """Idle time after which a realm's copies leave a tier; None when they stay.
-
-        Memory tiers have a TTL only where a lower tier takes the block: a TTL moves a block down, it does not lose it.
-        """
-        if tier is not Tier.NVME and not (realm.writable and self.fits_below(realm, tier)):
-            return None
-        own = realm.tenant.ttl_s[tier]
-        return self.config.ttl_s[tier] if own is None else own
-
-    def lower(self, tier: Tier) -> Tier | None:
-        """The next lower tier that exists."""
-        return self._lower[tier]
-
-    def fits_below(self, realm: Realm, tier: Tier) -> bool:
-        """True when the next lower tier could ever take a block of the realm."""
-        lower = self.lower(tier)
-        if lower is None:
-            return False
-        need = realm.tier_bytes[lower]
-        quota = realm.tenant.quota_bytes[lower]
-        return need <= self.config.capacity_bytes[lower] and (not quota or need <= quota)
-
-    def takes_writes(self, tier: Tier | None, now: float) -> bool:
-        """True when a tier exists and its device has not just refused a write."""
-        return tier is not None and now >= self.suspended.get(tier, (0.0, ""))[0]
-
-    def can_demote(self, realm: Realm, tier: Tier, now: float) -> bool:
-        """True when a copy may be written down from a tier at present."""
-        can_go = realm.writable and realm not in self.paused and self.fits_below(realm, tier)
-        return can_go and self.takes_writes(self.lower(tier), now)
-
-    def pause(self, now: float, realm: Realm) -> None:
-        """Write nothing of a realm down for a while: there is no room for it. Others go on."""
-        self.paused.pop(realm, None)
-        self.paused[realm] = now + self.config.retry_s
-
-    def end_pauses(self, now: float) -> None:
-        """Go on with what was paused long enough."""
-        for tier, (until, _) in list(self.suspended.items()):
-            if now >= until:
-                del self.suspended[tier]
-        while self.paused:
-            realm, until = next(iter(self.paused.items()))
-            if until > now:
-                break
-            del self.paused[realm]
-            for tier in self.tiers:
-                self.order_changed(realm, tier)
-
-    def next_pause_end_s(self) -> list[float]:
-        """When pauses end; of the realms' the first."""
-        return [until for until, _ in self.suspended.values()] + list(itertools.islice(self.paused.values(), 1))
 
     # ---- the mutator
 
@@ -250,7 +140,7 @@ class CoreState:
             if block.mask >> (upper.tier + 1) == 1 << (tier - upper.tier - 1):
                 self.dirty_bytes[upper.tier] -= block.realm.tier_bytes[upper.tier]
                 if upper.lru is not None:
-                    upper.lru.remove(upper)
+                    self._unlink(upper)
                     self._link(upper)
 
     def _leave_ready(self, copy: Copy, why: str) -> None:
@@ -258,7 +148,7 @@ class CoreState:
         if not copy.is_clean:
             self.dirty_bytes[tier] -= block.realm.tier_bytes[tier]
         if copy.lru is not None:
-            copy.lru.remove(copy)
+            self._unlink(copy)
         block.mask &= ~tier.bit
         block.realm.presence.changed(block.key)
         self.counts.evictions[(tier, why)] += 1
@@ -268,7 +158,7 @@ class CoreState:
             if upper.tier < tier and upper.state is CopyState.READY and not upper.is_clean:
                 self.dirty_bytes[upper.tier] += block.realm.tier_bytes[upper.tier]
                 if upper.lru is not None:
-                    upper.lru.remove(upper)
+                    self._unlink(upper)
                     # The lower copy was the oldest of its tier, so this one is old too.
                     self._link(upper, oldest=True)
 
@@ -294,73 +184,127 @@ class CoreState:
 
     # ---- LRU lists
 
-    def _link(self, copy: Copy, *, oldest: bool = False, written: bool = False) -> None:
+    def _link(self, copy: Copy, *, oldest: bool = False, written: bool = False, sunk: bool = False) -> None:
         """Put a READY copy that nobody uses into the list where it belongs."""
         realm, tier = copy.block.realm, copy.tier
-        lists = realm.lru[tier]
-        lru = lists.dirty if not copy.is_clean else lists.written if written else lists.clean
+        lane = realm.orders[tier].lane(copy)
+        moved, used = (lane.written, lane.clean) if copy.is_clean else (lane.sunk, lane.dirty)
+        lru = moved if (written if copy.is_clean else sunk) else used
         if oldest:
             lru.append_oldest(copy)
         else:
             lru.append(copy)
         if lru.oldest is copy:
-            self.order_changed(realm, tier)
+            self.turns.changed(realm, tier)
 
-    def order_changed(self, realm: Realm, tier: Tier) -> None:
-        """Note that a realm's tail on a tier may come earlier than known."""
-        self.dirty_order[tier].push(realm)
-        self.ttl_order[tier].push(realm)
-        if tier is Tier.NVME:
-            self.nvme_heap(realm).push(realm)
-        if realm.tenant.quota_bytes[tier]:
-            for heap in self.quota_order(realm.tenant, tier):
-                heap.push(realm)
+    def _unlink(self, copy: Copy) -> None:
+        lru = copy.lru
+        assert lru is not None
+        lru.remove(copy)
+        if self.admission.enabled and any(lru is lane.refused for lane in copy.block.realm.orders[copy.tier].lanes):
+            self.refused_bytes[copy.tier] -= copy.block.realm.tier_bytes[copy.tier]
 
-    def quota_order(self, tenant: Tenant, tier: Tier) -> tuple[TailHeap, TailHeap]:
-        """A tenant's realms by their oldest copy that exists below, and by their oldest that does not."""
-        heaps = self._quota_order.get((tenant.name, tier))
-        if heaps is None:
-            clean = TailHeap(lambda r: _used_at_s(r.lru[tier].oldest_clean()))
-            dirty = TailHeap(lambda r: _used_at_s(r.lru[tier].dirty.oldest))
-            heaps = self._quota_order[(tenant.name, tier)] = clean, dirty
-        return heaps
+    def touch(self, now: float, blocks: Iterable[Block]) -> None:
+        """Make a request's blocks the most recently used, from tail to head, so that leaves go before roots.
 
-    def nvme_heap(self, realm: Realm) -> TailHeap:
-        """Realms whose NVMe slots have the sizes of this realm's, oldest tail first."""
-        heap = self.nvme_order.get(realm.nvme_slot_bytes)
-        if heap is None:
-            heap = self.nvme_order[realm.nvme_slot_bytes] = TailHeap(lambda r: r.oldest_s(Tier.NVME))
-        return heap
-
-    def drop_from_orders(self, realm: Realm) -> None:
-        """Take a realm that is forgotten out of every order."""
-        owned = [heap for (name, _), pair in self._quota_order.items() if name == realm.tenant.name for heap in pair]
-        for heap in (*self.dirty_order, *self.ttl_order, *self.nvme_order.values(), *owned):
-            heap.drop(realm)
-
-    def touch(self, now: float, blocks: list[Block]) -> None:
-        """Make a request's blocks the most recently used, from tail to head, so that leaves go before roots."""
+        A block's lane may have been changed just before: its copies follow.
+        """
         pools = self.pools
-        for block in reversed(blocks):
+        for block in reversed(blocks if isinstance(blocks, list) else list(blocks)):
             block.used_at_s = now
             for copy in (block.cpu, block.nvme, block.hbm):
                 if copy is None:
                     continue
-                extents = pools[copy.tier].extents
+                tier = copy.tier
+                extents = pools[tier].extents
                 for slot in copy.all_slots():
                     extents[slot_extent(slot)].used_at_s = now
-                if copy.lru is None:
-                    continue  # pinned: it is linked when its last user lets go
                 lru = copy.lru
-                lists = block.realm.lru[copy.tier]
-                if lru is lists.written:
-                    lru.remove(copy)
-                    lists.clean.append(copy)
-                    if lists.clean.oldest is copy:
-                        self.order_changed(block.realm, copy.tier)
+                if lru is None:
+                    continue  # pinned: it is linked when its last user lets go
+                lane: Lane = block.realm.orders[tier].lanes[block.lane]
+                target = lane.clean if copy.is_clean else lane.dirty
+                if lru is not target:
+                    self._unlink(copy)
+                    target.append(copy)
+                    if target.oldest is copy:
+                        self.turns.changed(block.realm, tier)
                 elif lru.newest is not copy:
                     lru.remove(copy)
                     lru.append(copy)
+
+    def use(self, now: float, realm: Realm, blocks: list[Block], known: list[Block] | None = None) -> None:
+        """A request uses blocks of a realm: touch them, and let the policy know of those that were there before it.
+
+        Args:
+            now: the time.
+            realm: theirs.
+            blocks: root first.
+            known: those that were there before the request; None means all.
+        """
+        known = blocks if known is None else known
+        if known:
+            if self.admission.enabled:
+                self.admission.used(now, known, realm.tier_bytes[Tier.NVME])
+            lane = self.policy.lane_of_used(len(known))
+            for block in known:
+                block.lane = lane
+        self.touch(now, blocks)
+
+    def came_back(self, realm: Realm, key: bytes, tier: Tier | None = None) -> bool:
+        """A request wants a block that has no copy on a tier (None: on any). True when one went from there not long ago."""
+        if not self._remembers:
+            return False
+        ghost = ghost_of(key)
+        known = [realm.orders[t].came_back(ghost) for t in (self.tiers if tier is None else (tier,))]  # each has to hear of it
+        return any(known)
+
+    # ---- admission to NVMe
+
+    def refusal(self, now: float, copy: Copy) -> str:
+        """Why NVMe does not take the block of a copy that is to be written down; "" when it does."""
+        if not self.admission.enabled or self.turns.lower(copy.tier) is not Tier.NVME:
+            return ""
+        pool = self.pools[Tier.NVME]
+        room_bytes = pool.capacity_bytes - pool.used_bytes
+        return self.admission.refusal(now, copy.block, copy.block.realm.tier_bytes[Tier.NVME], room_bytes)
+
+    def refuse(self, copy: Copy) -> None:
+        """NVMe does not take this copy's block: keep it as long as nobody needs the room."""
+        realm, tier = copy.block.realm, copy.tier
+        assert copy.lru is not None and not copy.is_clean
+        self._unlink(copy)
+        refused = realm.orders[tier].lane(copy).refused
+        refused.append(copy)
+        self.refused_bytes[tier] += realm.tier_bytes[tier]
+        if refused.oldest is copy:
+            self.turns.changed(realm, tier)
+
+    def goes_down(self, now: float, target: Copy) -> None:
+        """A copy is being written down: account for it."""
+        if target.tier is Tier.NVME:
+            self.admission.spend(now, target.block.realm.tier_bytes[Tier.NVME])
+        if self._remembers:
+            target.block.realm.orders[target.tier].sank(ghost_of(target.block.key))
+
+    def _leaves_for_room(self, now: float, copy: Copy, why: str) -> str:
+        """Remember a copy that goes for room, as far as the policy wants to. Returns the reason that is counted."""
+        block = copy.block
+        if self._remembers and why != "ttl":
+            block.realm.orders[copy.tier].went(copy)
+        if self.admission.enabled and block.mask == copy.tier.bit:
+            self.admission.forgotten(block)
+            refusal = "" if copy.tier is Tier.NVME else self.refusal(now, copy)
+            if refusal:
+                self.counts.not_admitted[refusal] += 1
+                return NOT_ADMITTED
+        return why
+
+    def readable(self, block: Block) -> Copy | None:
+        """The copy that a client may read in place: one in memory that loads are served from."""
+        if self.config.save_tier is Tier.HBM and block.hbm is not None and block.hbm.state is CopyState.READY:
+            return block.hbm
+        return block.cpu if block.cpu is not None and block.cpu.state is CopyState.READY else None
 
     # ---- pins
 
@@ -371,12 +315,12 @@ class CoreState:
         if copy.pins == 1:
             self.pinned_bytes[copy.tier] += copy.block.realm.tier_bytes[copy.tier]
             if copy.lru is not None:
-                copy.lru.remove(copy)
+                self._unlink(copy)
 
-    def unpin(self, now: float, copy: Copy, *, oldest: bool = False, written: bool = False) -> None:
+    def unpin(self, now: float, copy: Copy, *, oldest: bool = False, written: bool = False, sunk: bool = False) -> None:
         """Give a pin back; the last one frees a DOOMED copy.
 
-        ``written`` and ``oldest`` say where a copy belongs that was pinned by a move and not by a use.
+        ``written``, ``sunk`` and ``oldest`` say where a copy belongs that was pinned by a move and not by a use.
         """
         assert copy.pins > 0
         copy.pins -= 1
@@ -386,7 +330,7 @@ class CoreState:
         if copy.state is CopyState.DOOMED:
             self.set_state(now, copy, CopyState.ABSENT, "last user let go")
         elif copy.state is CopyState.READY:
-            self._link(copy, oldest=oldest, written=written)
+            self._link(copy, oldest=oldest, written=written, sunk=sunk)
             if self.is_draining(copy):
                 self.demote_wanted.append((copy, "extent"))
             self.space_freed()
@@ -403,6 +347,8 @@ class CoreState:
 
     def evict(self, now: float, copy: Copy, why: str) -> None:
         """Forget a copy; its slots come back at once or when its last user lets go."""
+        if why in FOR_ROOM and (self._remembers or self.admission.enabled):
+            why = self._leaves_for_room(now, copy, why)
         self.set_state(now, copy, CopyState.DOOMED if copy.pins else CopyState.ABSENT, why)
 
     def evict_block(self, now: float, block: Block, why: str) -> int:
@@ -416,7 +362,7 @@ class CoreState:
 
     def space_freed(self) -> None:
         """Tell the shell once a batch that refused callers may try again."""
-        if not self.commands or self.commands[-1] != _SPACE_FREED:
+        if not self.commands or self.commands[-1] is not _SPACE_FREED:
             self.commands.append(_SPACE_FREED)
 
     def take_pool_commands(self, tier: Tier) -> None:
@@ -434,7 +380,7 @@ class CoreState:
             seen: dict[Copy, int] = {}
             for _, copy in pool.slots_in_use():
                 seen[copy] = seen.get(copy, 0) + 1
-            dirty = pinned = 0
+            dirty = pinned = refused = 0
             for copy, slots in seen.items():
                 realm = copy.block.realm
                 size = realm.tier_bytes[pool.tier]
@@ -442,16 +388,14 @@ class CoreState:
                 used[realm.tenant.name][pool.tier] += size
                 pinned += size * (copy.pins > 0)
                 dirty += size * (copy.state is CopyState.READY and not copy.is_clean)
+                refused += size * (copy.lru is not None and copy.lru is realm.orders[pool.tier].lane(copy).refused)
                 assert copy.state is not CopyState.DOOMED or (copy.pins and copy.block.copy_on(pool.tier) is not copy)
             assert len(seen) == self.copies[pool.tier]
             assert dirty == self.dirty_bytes[pool.tier]
             assert pinned == self.pinned_bytes[pool.tier]
+            assert refused == self.refused_bytes[pool.tier]
         for name, tenant in self.tenants.items():
             assert tenant.used_bytes == used[name]
-
-
-def _used_at_s(copy: Copy | None) -> float | None:
-    return None if copy is None else copy.block.used_at_s
 
 
 _SPACE_FREED = SpaceFreed()

@@ -2,9 +2,41 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from kvtierd.core.block import CopyState
 from kvtierd.model import Tier
+
+
+class StoryEvent(NamedTuple):
+    """One remembered change of a copy."""
+
+    at_s: float
+    key: bytes
+    tier: Tier
+    start: CopyState
+    finish: CopyState
+    why: str
+
+
+@dataclass(slots=True)
+class Counts:
+    """Running totals since the start; names as in the metrics."""
+
+    evictions: Counter[tuple[Tier, str]] = field(default_factory=Counter)
+    moves: Counter[tuple[Tier, Tier, str]] = field(default_factory=Counter)
+    """By source, target and result."""
+    move_bytes: Counter[tuple[Tier, Tier]] = field(default_factory=Counter)
+    demotions: Counter[tuple[Tier, str]] = field(default_factory=Counter)
+    """Copies written down from a tier, by why: "ttl", "watermark", "pressure", "extent" or "drain"."""
+    saves: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Keys by tenant and outcome."""
+    not_admitted: Counter[str] = field(default_factory=Counter)
+    """Blocks forgotten because NVMe did not take them, by why."""
+    failed_commands: Counter[str] = field(default_factory=Counter)
+    """Commands that the shell could not run, by the name of their class."""
 
 
 @dataclass(slots=True)

@@ -72,6 +72,8 @@ class SaveTicket:
     left: int
     ttl_s: float | None
     """Life of its blocks from their commit on; None when they do not expire."""
+    held: list[Block] = field(default_factory=list)
+    """Blocks that the request found held."""
 
 
 @dataclass(slots=True, eq=False)

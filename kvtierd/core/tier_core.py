@@ -8,39 +8,29 @@ simulator does the same with a fake clock and fake tiers.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from typing import Final
 
 from kvtierd.core.adoption import Recovered, adopt_blocks
 from kvtierd.core.alarms import Alarms
-from kvtierd.core.block import Block, Copy, CopyState
+from kvtierd.core.block import Block, CopyState
 from kvtierd.core.commands import Command
-from kvtierd.core.expiry import expire_due, extend
+from kvtierd.core.expiry import expire_due
 from kvtierd.core.inspection import check_all, take_snapshot
 from kvtierd.core.movement import Mover
 from kvtierd.core.pins import Pins
 from kvtierd.core.reads import Reads
 from kvtierd.core.realm import Realm, Tenant
+from kvtierd.core.saves import Saves
+from kvtierd.core.settings import CoreConfig
 from kvtierd.core.space import Space
-from kvtierd.core.state import CoreConfig, CoreState, StoryEvent
-from kvtierd.core.stats import StatsSnapshot
-from kvtierd.core.tickets import GRANTED, PinTicket, ReadTicket, SaveGrant, SaveTicket, Session
+from kvtierd.core.state import CoreState
+from kvtierd.core.stats import StatsSnapshot, StoryEvent
+from kvtierd.core.tickets import PinTicket, ReadTicket, SaveGrant, SaveTicket, Session
 from kvtierd.core.unused import forget_unused_realms
 from kvtierd.errors import Reason, RequestError
-from kvtierd.model import KEY_BYTES, NO_END, Namespace, Result, Tier, split_keys
+from kvtierd.model import KEY_BYTES, Namespace, Result, Tier, split_keys
 
-HELD: Final = 2
-IN_PROGRESS: Final = 3
-BUSY: Final = 4
-QUOTA: Final = 5
-TOO_LARGE: Final = 6
-DRAINING: Final = 7
-LIMIT: Final = 8
-"""Outcomes of a Save, a key; values of ``kvtierd.v1.SaveOutcome``."""
-
-_REFUSED: Final = {Reason.BUSY: BUSY, Reason.QUOTA: QUOTA, Reason.TOO_LARGE: TOO_LARGE}
-OUTCOME_NAMES: Final = ("", "granted", "held", "in_progress", "busy", "quota", "too_large", "draining", "limit")
 BULK_KEYS: Final = 128
 """From so many keys on, a vectorised lookup is faster."""
 MIN_TICK_S: Final = 0.05
@@ -62,6 +52,7 @@ class TierCore:
         known = limits or {}
         self.state = CoreState(config, lambda name: known.get(name) or Tenant(name))
         self._space = Space(self.state)
+        self._saves = Saves(self.state, self._space)
         self._mover = Mover(self.state, self._space)
         self.sessions: dict[int, Session] = {}
         self._alarms = Alarms(
@@ -102,7 +93,7 @@ class TierCore:
             realm_id = self._next_realm_id
         self._next_realm_id = max(self._next_realm_id, realm_id + 1)
         owner = state.tenant(tenant)
-        realm = Realm(realm_id, owner, namespace)
+        realm = Realm(realm_id, owner, namespace, tuple(state.policy.order() for _ in Tier))
         owner.realms.append(realm)
         state.realms[realm_id] = realm
         state.realm_ids[identity] = realm_id
@@ -127,7 +118,7 @@ class TierCore:
         """End a session: all of its processes have gone, so its open slots and pins come back."""
         for ticket in list(session.tickets.values()):
             if isinstance(ticket, SaveTicket):
-                self._abort(now, ticket, range(len(ticket.open)), "session ended")
+                self._saves.end(now, ticket)
             else:
                 self._reads.close(now, ticket)
         del self.sessions[session.session_id]
@@ -164,109 +155,25 @@ class TierCore:
     # ---- save
 
     def save(self, now: float, session: Session, realm: Realm, keys: list[bytes], ttl_s: float | None = None) -> SaveGrant:
-        """Grant slots for keys that are held nowhere. Held ones count as used now.
-
-        Blocks expire ``ttl_s`` after their commit (None: not at all); held ones not before that time from now.
-
-        Raises:
-            RequestError: LIMIT when the session has too many tickets.
-        """
-        session.check_tickets(self.state.config.max_tickets)
-        state = self.state
-        outcomes: list[int] = []
-        copies: list[Copy | None] = []
-        slots: list[int] = []
-        size = realm.tier_bytes[Tier.CPU]
-        limit = state.config.max_ticket_share * state.config.capacity_bytes[Tier.CPU]
-        refused = DRAINING if state.draining else 0
-        # Held ones first, so that room for the others is not made at their expense.
-        held = [block for key in keys if (block := realm.index.get(key)) is not None and block.mask]
-        state.touch(now, held)
-        extend(state, now, held, NO_END if ttl_s is None else now + ttl_s)
-        for key in keys:
-            block = realm.index.get(key)
-            if block is not None:
-                outcomes.append(HELD if block.mask else IN_PROGRESS)
-                continue
-            if not refused and session.held_bytes and session.held_bytes + size > limit:
-                refused = LIMIT
-            if not refused:
-                taken = self._space.allocate(now, Tier.CPU, realm)
-                if isinstance(taken, Reason):
-                    refused = _REFUSED[taken]
-                else:
-                    copies.append(state.new_copy(now, Block(key, realm, now), Tier.CPU, taken, "save"))
-                    slots.extend(taken)
-                    session.ticket_bytes += size
-            outcomes.append(refused or GRANTED)
-        if not all(block.mask for block in held):
-            # In a small tier they had to go for keys that came later all the same.
-            held = [block for block in held if block.mask]
-            outcomes = [BUSY if o == HELD and k not in realm.index else o for k, o in zip(keys, outcomes, strict=True)]
-        ticket_id = 0
-        if copies:
-            ticket_id = next(state.ids)
-            session.tickets[ticket_id] = SaveTicket(ticket_id, session, realm, copies, len(copies), ttl_s)
-        for outcome, count in Counter(outcomes).items():
-            state.counts.saves[(realm.tenant.name, OUTCOME_NAMES[outcome])] += count
+        """See :meth:`Saves.grant`."""
+        grant = self._saves.grant(now, session, realm, keys, ttl_s)
         self._mover.pump(now)
-        return SaveGrant(ticket_id, outcomes, slots, held)
+        return grant
 
     def commit(self, now: float, session: Session, ticket_id: int, indexes: Iterable[int] = ()) -> list[Block]:
-        """Publish filled blocks; all that are open without indexes. Returns those published, tail first.
-
-        Raises:
-            RequestError: UNKNOWN_TICKET for a ticket or index that is not open in this session.
-        """
-        ticket, which = self._open_save(session, ticket_id, indexes)
-        state = self.state
-        published = []
-        # From tail to head, so that leaves are older than roots.
-        for index in reversed(which):
-            copy = self._close_index(ticket, index)
-            copy.block.used_at_s = now
-            if copy.state is CopyState.FILLING:
-                state.expiries.begin(copy.block, NO_END if ticket.ttl_s is None else now + ticket.ttl_s)
-                state.set_state(now, copy, CopyState.READY, "commit")
-                published.append(copy.block)
-            state.unpin(now, copy)
+        """See :meth:`Saves.commit`."""
+        published = self._saves.commit(now, session, ticket_id, indexes)
         self._mover.pump(now)
         return published
 
     def abort(self, now: float, session: Session, ticket_id: int, indexes: Iterable[int] = ()) -> None:
-        """Return granted slots unused. Raises like :meth:`commit`."""
-        ticket, which = self._open_save(session, ticket_id, indexes)
-        self._abort(now, ticket, which, "abort")
+        """See :meth:`Saves.abort`."""
+        self._saves.abort(now, session, ticket_id, indexes)
         self._mover.pump(now)
 
-    def _open_save(self, session: Session, ticket_id: int, indexes: Iterable[int]) -> tuple[SaveTicket, list[int]]:
-        ticket = session.ticket(ticket_id)
-        if not isinstance(ticket, SaveTicket):
-            raise RequestError(Reason.UNKNOWN_TICKET, f"ticket {ticket_id} is no save's")
-        which = sorted(set(indexes))
-        for index in which:
-            if index >= len(ticket.open) or ticket.open[index] is None:
-                raise RequestError(Reason.UNKNOWN_TICKET, f"index {index} of ticket {ticket_id} is not open")
-        return ticket, which or [i for i, copy in enumerate(ticket.open) if copy is not None]
-
-    def _close_index(self, ticket: SaveTicket, index: int) -> Copy:
-        copy = ticket.open[index]
-        assert copy is not None
-        ticket.open[index] = None
-        ticket.left -= 1
-        ticket.session.ticket_bytes -= ticket.realm.tier_bytes[Tier.CPU]
-        if ticket.left == 0:
-            del ticket.session.tickets[ticket.ticket_id]
-        return copy
-
-    def _abort(self, now: float, ticket: SaveTicket, indexes: Iterable[int], why: str) -> None:
-        for index in indexes:
-            if ticket.open[index] is None:
-                continue
-            copy = self._close_index(ticket, index)
-            if copy.state is CopyState.FILLING:
-                self.state.set_state(now, copy, CopyState.DOOMED, why)
-            self.state.unpin(now, copy)
+    def settle(self, session: Session, grant: SaveGrant) -> SaveGrant:
+        """See :meth:`Saves.settle`."""
+        return self._saves.settle(session, grant)
 
     # ---- load and prefetch
 
@@ -367,27 +274,18 @@ class TierCore:
         for session in self.sessions.values():
             for ticket in list(session.tickets.values()):
                 if isinstance(ticket, SaveTicket):
-                    self._abort(now, ticket, [i for i, copy in enumerate(ticket.open) if copy in lost], "no memory")
+                    self._saves.unmade(now, ticket, lost)
         self._mover.pump(now)
-
-    def settle(self, session: Session, grant: SaveGrant) -> SaveGrant:
-        """A grant after its commands have run: keys whose slots could not be made are BUSY now. Call it before anybody commits."""
-        ticket = session.tickets.get(grant.ticket_id)
-        left = [i for i, copy in enumerate(ticket.open) if copy is not None] if isinstance(ticket, SaveTicket) else []
-        settled = grant.keep(left, BUSY)
-        if settled is not grant and isinstance(ticket, SaveTicket):
-            ticket.open = [copy for copy in ticket.open if copy is not None]
-        return settled
 
     def next_deadline(self) -> float | None:
         """Time of the next :meth:`tick`; None when nothing is due."""
         state = self.state
-        due = [first[0] for t in state.tiers if (first := state.ttl_order[t].first()) is not None]
+        due = [first[0] for t in state.tiers if (first := state.turns.ttl[t].first()) is not None]
         if not self._mover.ttl_goes_on:
             due = [at if at > self._last_tick_s else self._last_tick_s + RETRY_TICK_S for at in due]
         alarm_s = self._alarms.first()
         due.extend(at for at in (alarm_s, state.expiries.first()) if at is not None)
-        due.extend(state.next_pause_end_s())
+        due.extend(state.turns.next_pause_end_s())
         if self._mover.has_waiting or state.expiries.holds:
             due.append(self._last_tick_s + RETRY_TICK_S)
         return max(min(due), self._last_tick_s + MIN_TICK_S) if due else None
@@ -396,7 +294,7 @@ class TierCore:
         """Let time pass: deadlines, expiries, TTLs, the end of pauses."""
         state = self.state
         self._last_tick_s = now
-        state.end_pauses(now)
+        state.turns.end_pauses(now)
         for ticket_id in self._alarms.due(now):
             read = self._reads.open.get(ticket_id)
             if read is None:
@@ -407,7 +305,7 @@ class TierCore:
             else:
                 self._reads.miss_rest(now, read, Reason.DEADLINE)
         expire_due(state, now, self._reads.awaited)
-        self._mover.ttl_due = True
+        self._mover.expire()
         self._mover.pump(now)
 
     def drain(self, now: float, *, on: bool) -> None:
@@ -419,12 +317,13 @@ class TierCore:
 
     @property
     def undrained_bytes(self) -> int:
-        """Bytes that exist only in memory while a lower tier could take them."""
+        """Bytes that exist only in memory while a lower tier could take them and has not refused to."""
         state = self.state
         left = 0
-        for tier in (t for t in state.tiers if state.lower(t) is not None):
-            stuck = [r for r in state.realms.values() if not (r.writable and state.fits_below(r, tier))]
-            left += state.dirty_bytes[tier] - sum(r.lru[tier].dirty.length * r.tier_bytes[tier] for r in stuck)
+        for tier in (t for t in state.tiers if state.turns.lower(t) is not None):
+            stuck = [r for r in state.realms.values() if not (r.writable and state.turns.fits_below(r, tier))]
+            left += state.dirty_bytes[tier] - state.refused_bytes[tier]
+            left -= sum(r.orders[tier].dirty_count * r.tier_bytes[tier] for r in stuck)
         return left
 
     # ---- recovery

@@ -37,7 +37,6 @@ def _forget(state: CoreState, realm: Realm) -> None:
     del state.realms[realm.realm_id]
     del state.realm_ids[(tenant.name, realm.fingerprint)]
     tenant.realms.remove(realm)
-    state.paused.pop(realm, None)
-    state.drop_from_orders(realm)
+    state.turns.drop(realm)
     if not tenant.realms and not any(tenant.used_bytes) and not any(tenant.leaving_bytes):
         del state.tenants[tenant.name]

@@ -18,10 +18,11 @@ from kvtierd.config import Config
 from kvtierd.core.block import Block, CopyState
 from kvtierd.core.commands import Command, Forget, Progress, Renew, SpaceFreed, StartMoves
 from kvtierd.core.realm import Realm, Tenant
+from kvtierd.core.saves import BUSY
+from kvtierd.core.settings import CoreConfig
 from kvtierd.core.slots import NewExtent, RetireExtent
-from kvtierd.core.state import CoreConfig
 from kvtierd.core.tickets import PinTicket, ReadTicket, SaveGrant
-from kvtierd.core.tier_core import BUSY, TierCore
+from kvtierd.core.tier_core import TierCore
 from kvtierd.errors import Reason, RequestError
 from kvtierd.model import DEFAULT_TENANT, Namespace, Result, Tier
 from kvtierd.runtime.restart import recover, snapshot_chunks
@@ -499,6 +500,11 @@ def _core_config(config: Config, nvme_bytes: int) -> CoreConfig:
         max_demote_bytes=min(in_flight, max(nvme_bytes // 32, config.cpu.capacity // 32)),
         max_tickets=config.server.max_tickets,
         max_ticket_share=config.server.max_ticket_share,
+        eviction=config.policy.eviction,
+        turn_bonus_s=config.policy.turn_bonus,
+        second_use=config.nvme.admission == "second-use",
+        second_use_window_s=config.nvme.second_use_window,
+        write_budget_bytes=config.nvme.write_budget,
     )
 
 

@@ -6,7 +6,7 @@ from typing import Final
 
 from kvtierd.core.block import Block
 from kvtierd.core.realm import Realm
-from kvtierd.core.tier_core import BUSY
+from kvtierd.core.saves import BUSY
 from kvtierd.errors import Reason, RequestError
 from kvtierd.runtime import Attached, Runtime
 

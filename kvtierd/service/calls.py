@@ -9,8 +9,8 @@ from typing import Final
 
 from kvtierd.core.block import Block
 from kvtierd.core.realm import Realm
+from kvtierd.core.saves import HELD, OUTCOME_NAMES
 from kvtierd.core.tickets import ReadTicket
-from kvtierd.core.tier_core import HELD, OUTCOME_NAMES
 from kvtierd.errors import Reason, RequestError
 from kvtierd.model import MAX_TTL_S, Tier, count_keys, split_keys
 from kvtierd.runtime import Attached, Runtime

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from kvtierd.core.block import Block
 from kvtierd.core.realm import Realm
+from kvtierd.core.saves import HELD
 from kvtierd.core.tickets import Entry, ReadTicket, SaveGrant, Session
-from kvtierd.core.tier_core import HELD
 from kvtierd.model import NO_END
 from tests.core.shell import Shell
 

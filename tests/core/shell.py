@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from kvtierd.core.block import Block, CopyState
 from kvtierd.core.commands import Forget, Move, Progress, StartMoves
 from kvtierd.core.realm import Realm, Tenant
+from kvtierd.core.settings import CoreConfig
 from kvtierd.core.slots import NewExtent, RetireExtent
-from kvtierd.core.state import CoreConfig
-from kvtierd.core.tickets import Entry, PinTicket, ReadTicket, SaveGrant, Session
-from kvtierd.core.tier_core import GRANTED, TierCore
+from kvtierd.core.tickets import GRANTED, Entry, PinTicket, ReadTicket, SaveGrant, Session
+from kvtierd.core.tier_core import TierCore
 from kvtierd.model import Namespace, Result, Tier, slot_extent, slot_index
 
 KIB = 1024

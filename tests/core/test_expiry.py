@@ -17,9 +17,10 @@ from kvtierd.core.adoption import Recovered
 from kvtierd.core.commands import Renew
 from kvtierd.core.expiry import MAX_EXPIRED_PER_TICK
 from kvtierd.core.realm import Realm
+from kvtierd.core.saves import HELD
 from kvtierd.core.slots import NewExtent
-from kvtierd.core.tickets import Session
-from kvtierd.core.tier_core import BULK_KEYS, GRANTED, HELD
+from kvtierd.core.tickets import GRANTED, Session
+from kvtierd.core.tier_core import BULK_KEYS
 from kvtierd.model import NO_END, Result, Tier
 from tests.core.lifetimes import MortalShell
 from tests.core.shell import KIB, config, key_of

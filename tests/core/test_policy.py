@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvtierd.core.realm import Tenant
-from kvtierd.core.tier_core import GRANTED, MIN_TICK_S
+from kvtierd.core.tickets import GRANTED
+from kvtierd.core.tier_core import MIN_TICK_S
 from kvtierd.model import Result, Tier
 from tests.core.shell import KIB, Shell, config, key_of
 from tests.core.test_load import keys, on_nvme

@@ -27,7 +27,7 @@ def test_a_realm_past_the_last_place_takes_that_of_an_unused_one() -> None:
     state = shell.core.state
     assert len(state.realms) == len(state.realm_ids) == len(state.tenants) <= 3
     assert max(state.realms) == 50, "ids are never used twice"
-    assert sum(len(heap._listed) for heap in (*state.dirty_order, *state.ttl_order, *state.nvme_order.values())) <= 12
+    assert sum(len(heap._listed) for heap in (*state.turns.dirty, *state.turns.ttl, *state.turns.nvme.values())) <= 12
 
 
 def test_no_place_is_a_limit_that_says_what_to_do() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvtierd.core.realm import Tenant
-from kvtierd.core.tier_core import BUSY, DRAINING, GRANTED, HELD, IN_PROGRESS, LIMIT, QUOTA, TOO_LARGE
+from kvtierd.core.saves import BUSY, DRAINING, HELD, IN_PROGRESS, LIMIT, QUOTA, TOO_LARGE
+from kvtierd.core.tickets import GRANTED
 from kvtierd.errors import Reason, RequestError
 from kvtierd.model import Result, Tier
 from tests.core.shell import KIB, Shell, config, key_of

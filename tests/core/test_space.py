@@ -8,8 +8,10 @@ import pytest
 
 from kvtierd.core.commands import Forget, StartMoves
 from kvtierd.core.realm import Tenant
+from kvtierd.core.saves import BUSY
 from kvtierd.core.slots import LEAVING_PAUSE_S, MAX_LEAVING_EXTENTS, NewExtent, RetireExtent
-from kvtierd.core.tier_core import BUSY, GRANTED, TierCore
+from kvtierd.core.tickets import GRANTED
+from kvtierd.core.tier_core import TierCore
 from kvtierd.model import NO_END, Namespace, Result, Tier, slot_extent
 from tests.core.shell import KIB, Shell, config, key_of
 from tests.core.test_load import keys, on_nvme
@@ -188,7 +190,7 @@ def test_new_slot_size_on_a_full_nvme_pauses_nobody() -> None:
     shell.drain()
     shell.finish_all()
     assert shell.tiers(large, key_of(1)) == "cn"
-    assert not shell.core.state.suspended and not shell.core.state.paused
+    assert not shell.core.state.turns.suspended and not shell.core.state.turns.paused
     assert shell.core.undrained_bytes == 0
     shell.check()
 

@@ -9,9 +9,9 @@ import pytest
 
 from kvtierd.core.commands import Priority
 from kvtierd.core.realm import Realm
+from kvtierd.core.saves import BUSY
 from kvtierd.core.slots import UNMADE_PAUSE_S, NewExtent
-from kvtierd.core.tickets import SaveGrant, Session
-from kvtierd.core.tier_core import BUSY, GRANTED
+from kvtierd.core.tickets import GRANTED, SaveGrant, Session
 from kvtierd.model import Result, Tier
 from tests.core.shell import KIB, Shell, config, key_of
 

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from kvtierd.config import Config, CpuConfig, NvmeConfig
+from kvtierd.core.saves import BUSY
 from kvtierd.core.slots import UNMADE_PAUSE_S
-from kvtierd.core.tier_core import BUSY, GRANTED
+from kvtierd.core.tickets import GRANTED
 from kvtierd.model import Namespace, Tier
 from kvtierd.runtime import Attached, Runtime
 from kvtierd.service.authority import RuntimeAuthority

@@ -1,0 +1,202 @@
+"""Moving copies down: by TTL, watermark, drain, and where room is needed.
+
+A copy goes down only when its realm may write, the tier below takes writes, and, on the way to NVMe, the block is admitted
+(``core/admission.py``). One that is not admitted stays for as long as nobody needs its room.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Final, Protocol
+
+from kvtierd.core.block import Copy, CopyState
+from kvtierd.core.commands import Move, Priority, StartMoves
+from kvtierd.core.realm import Realm
+from kvtierd.core.space import Space
+from kvtierd.core.state import CoreState
+from kvtierd.errors import Reason
+from kvtierd.model import Tier
+
+MAX_STEPS_PER_TICK: Final = 2048
+"""Copies that one tick looks at; the rest follows in the next tick."""
+FEED_BYTES: Final = 16 << 20
+"""Written down at a time for a realm that was refused room."""
+
+
+class _Starter(Protocol):
+    """Starts writing a copy down; False when that is not possible now."""
+
+    def __call__(self, copy: Copy, why: str, *, drop: bool) -> bool: ...
+
+
+class Demoter:
+    """Decides which copies go down.
+
+    Args:
+        state: is changed.
+        space: makes room.
+        begin: enters a move from a source to a target, with its reason.
+    """
+
+    def __init__(self, state: CoreState, space: Space, begin: Callable[[float, Copy, Copy, str], Move]) -> None:
+        self._state = state
+        self._space = space
+        self._begin = begin
+        self.down_bytes = 0
+        """Payload on its way down."""
+        self._leaving_bytes = [0, 0, 0]
+        """By tier: dirty bytes that are being written down."""
+        self._in_use: deque[Copy] = deque()
+        """While draining: copies that were in use when it began, so that they are in no LRU list."""
+        self.ttl_due = False
+        """Set when a TTL has run out; the next :meth:`start` applies it."""
+
+    @property
+    def is_full(self) -> bool:
+        """True when as much is on its way down as may be."""
+        return self.down_bytes >= self._state.config.max_demote_bytes
+
+    def drain_in_use(self, copies: Iterable[Copy]) -> None:
+        """Write these down too while draining: they have users, which may read on meanwhile."""
+        self._in_use = deque(copies)
+
+    def start(self, now: float) -> None:
+        """Start whatever may start."""
+        state = self._state
+        started: dict[tuple[Tier, Tier], list[Move]] = {}
+
+        def start(copy: Copy, why: str, *, drop: bool) -> bool:
+            move = self._demote(now, copy, why, drop=drop)
+            if move is not None:
+                started.setdefault((copy.tier, move.dst.tier), []).append(move)
+            return move is not None
+
+        for _ in range(min(len(state.demote_wanted), MAX_STEPS_PER_TICK)):
+            if self.is_full:
+                break
+            copy, why = state.demote_wanted.popleft()
+            self._leave(now, copy, why, start)
+        while state.draining and self._in_use and not self.is_full:
+            copy = self._in_use.popleft()
+            if copy.state is CopyState.READY and not copy.is_clean and self._may_go(now, copy):
+                start(copy, "drain", drop=False)
+        for realm in list(self._space.hungry.values()):
+            if self.is_full:
+                break
+            self._feed(now, realm, start)
+        for tier in state.tiers:
+            self._keep_free(now, tier, start)
+        if self.ttl_due and not self.is_full:
+            self._expire_idle(now, start)
+        for (src, dst), moves in started.items():
+            state.commands.append(StartMoves(src, dst, Priority.DEMOTE, tuple(moves)))
+
+    def _leave(self, now: float, copy: Copy, why: str, start: _Starter) -> None:
+        """A copy whose extent drains: forget it when it is clean or not admitted below, else write it down."""
+        state = self._state
+        if copy.state is not CopyState.READY or copy.pins:
+            return
+        if copy.is_clean or not self._may_go(now, copy) or not start(copy, why, drop=True):
+            state.evict(now, copy, "pressure")
+
+    def _may_go(self, now: float, copy: Copy) -> bool:
+        state = self._state
+        return state.turns.can_demote(copy.block.realm, copy.tier, now) and not state.refusal(now, copy)
+
+    def _feed(self, now: float, realm: Realm, start: _Starter) -> None:
+        """A realm was refused room: write down some of its next copies that exist nowhere else."""
+        state = self._state
+        del self._space.hungry[realm.realm_id]
+        for tier in (t for t in state.tiers if t is not Tier.NVME):
+            order = realm.orders[tier]
+            if not state.turns.can_demote(realm, tier, now) or order.next_spare():
+                continue
+            for _ in range(max(1, FEED_BYTES // realm.tier_bytes[tier])):
+                copy = order.next_dirty()
+                if copy is None or self.is_full:
+                    break
+                if state.refusal(now, copy):
+                    state.refuse(copy)
+                    state.space_freed()
+                elif not start(copy, "pressure", drop=False):
+                    break
+
+    def _keep_free(self, now: float, tier: Tier, start: _Starter) -> None:
+        """Write copies down until enough of a tier is free or spare (or all of it, while draining)."""
+        state = self._state
+        turns = state.turns
+        if turns.lower(tier) is None:
+            return
+        target = 0 if state.draining else (1 - state.config.free_target) * state.config.capacity_bytes[tier]
+        for _ in range(MAX_STEPS_PER_TICK):
+            left = state.dirty_bytes[tier] - state.refused_bytes[tier] - self._leaving_bytes[tier]
+            if self.is_full or left <= target:
+                return
+            first = turns.dirty[tier].first()
+            if first is None or not turns.can_demote(first[1], tier, now):
+                return
+            copy = first[1].orders[tier].next_dirty()
+            assert copy is not None
+            if state.refusal(now, copy):
+                state.refuse(copy)
+            elif not start(copy, "drain" if state.draining else "watermark", drop=False) and first[1] not in turns.paused:
+                return
+
+    def _demote(self, now: float, source: Copy, why: str, *, drop: bool) -> Move | None:
+        state = self._state
+        lower = state.turns.lower(source.tier)
+        block = source.block
+        if lower is None:
+            return None
+        # A copy below that is being filled is another move's, whose result is waited for.
+        slots = Reason.BUSY if block.copy_on(lower) is not None else self._space.allocate(now, lower, block.realm, source)
+        if isinstance(slots, Reason):
+            if not state.pools[lower].retiring:
+                state.turns.pause(now, block.realm)
+            return None
+        target = state.new_copy(now, block, lower, slots, why)
+        move = self._begin(now, source, target, why)
+        move.drop_source = drop
+        self.down_bytes += move.size_bytes
+        self._leaving(source, 1)
+        state.goes_down(now, target)
+        return move
+
+    def _leaving(self, source: Copy, sign: int) -> None:
+        realm = source.block.realm
+        self._leaving_bytes[source.tier] += sign * realm.tier_bytes[source.tier]
+        realm.tenant.leaving_bytes[source.tier] += sign * realm.tier_bytes[source.tier]
+
+    def ended(self, move: Move) -> None:
+        """A move down has ended, well or not."""
+        self.down_bytes -= move.size_bytes
+        self._leaving(move.src, -1)
+
+    def _expire_idle(self, now: float, start: _Starter) -> None:
+        """Apply the TTLs: spare copies go, others are written down first."""
+        state = self._state
+        self.ttl_due = False
+        for tier in state.tiers:
+            order = state.turns.ttl[tier]
+            for _ in range(MAX_STEPS_PER_TICK):
+                first = order.first()
+                if first is None or first[0] > now:
+                    break
+                if not self._expire_one(now, tier, first[1], start) and first[1] not in state.turns.paused:
+                    break
+            else:
+                self.ttl_due = True
+
+    def _expire_one(self, now: float, tier: Tier, realm: Realm, start: _Starter) -> bool:
+        """Handle the idlest copy of a realm. False when nothing more can be done for it at present."""
+        state = self._state
+        copy = realm.orders[tier].oldest()
+        assert copy is not None
+        if copy.is_clean or state.turns.lower(tier) is None or state.refusal(now, copy):
+            state.evict(now, copy, "ttl")
+            return True
+        if self.is_full:
+            self.ttl_due = True
+            return False
+        return state.turns.can_demote(realm, tier, now) and start(copy, "ttl", drop=True)

@@ -1,0 +1,39 @@
+"""What the core is told when it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvtierd.model import Tier
+
+
+@dataclass(frozen=True)
+class CoreConfig:
+    """What the core needs to know. Bytes and seconds; a tier with capacity 0 is absent."""
+
+    capacity_bytes: tuple[int, int, int]
+    extent_bytes: tuple[int, int, int]
+    ttl_s: tuple[float | None, float | None, float | None] = (30.0, 600.0, None)
+    free_target: float = 0.15
+    max_promote_bytes: int = 256 << 20
+    """Most payload on its way up at one time; one block always may."""
+    max_demote_bytes: int = 256 << 20
+    max_tickets: int = 4096
+    """Of one session."""
+    max_ticket_share: float = 0.5
+    """Of CPU memory, for one session's tickets; and for all pins together."""
+    max_realms: int = 4096
+    """Places for realms; those without blocks and sessions give theirs up when all are taken."""
+    retry_s: float = 5.0
+    """Pause after a device refused a write, or after no room was found below for a realm."""
+    save_tier: Tier = Tier.CPU
+    """Where a Save gets its slots, HBM or CPU. With HBM, loads are served from that tier too, not from CPU memory alone."""
+    eviction: str = "lru"
+    """Order in which copies go for room: "lru" or "arc"."""
+    turn_bonus_s: float = 0.0
+    """Credit for the blocks of requests that matched at least two known ones; with "lru" only."""
+    second_use: bool = False
+    """Once NVMe is full, admit only blocks that are used a second time within ``second_use_window_s``."""
+    second_use_window_s: float = 3600.0
+    write_budget_bytes: int = 0
+    """Bytes a day that NVMe may be written without asking for a second use; 0 for no limit."""

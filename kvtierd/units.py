@@ -1,0 +1,98 @@
+"""Sizes, durations, permissions and addresses as people write them."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from typing import Final
+
+_SIZE_UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_SIZE_UNITS |= {f"{p}b": n for p, n in list(_SIZE_UNITS.items()) if p not in ("", "b")}
+_SIZE_UNITS |= {f"{p}i{s}": 1024 ** (i + 1) for i, p in enumerate("kmgt") for s in ("", "b")}
+_DURATION_UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+MAX_SIZE_BYTES: Final = 1 << 60
+"""Largest size that a key may say: more than any machine has, and far from where a number overflows."""
+MAX_DURATION_S: Final = 3650 * 86400.0
+"""Longest duration that a key may say, ten years; an endless one is spelled "never" where a key knows that."""
+
+
+def _number_with_unit(value: object, units: Mapping[str, float], kind: str, example: str, most: float, most_text: str) -> float:
+    """A number in base units, from 0 to ``most``. Raises ValueError that says what may be written."""
+    number: float
+    if isinstance(value, bool):
+        raise ValueError(f"a {kind} is a number with a unit, for example {example}")
+    if isinstance(value, int | float):
+        number = value
+    else:
+        match = re.fullmatch(r"\s*([+-]?[0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(value))
+        if not match:
+            raise ValueError(f"{value!r} is not a {kind}; write for example {example}")
+        unit = match[2].lower()
+        if unit not in units:
+            near = difflib.get_close_matches(unit, list(units), 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"unknown unit {match[2]!r} in {value!r}{hint} Write for example {example}")
+        number = float(match[1]) * units[unit]
+    if not 0 <= number <= most:  # false for nan too
+        raise ValueError(f"{shown(value)} is not possible: a {kind} lies between 0 and {most_text}, for example {example}")
+    return number
+
+
+def shown(value: object) -> str:
+    """A value in an error, shortened where it is absurdly long."""
+    if isinstance(value, int) and abs(value) >= 10**40:
+        return "a number of more than 40 digits"
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def parse_size(value: object) -> int:
+    """Bytes of a size such as 4096, "64MiB" or "1.5 GB", at most 1 EiB. Raises ValueError with an example."""
+    return int(_number_with_unit(value, _SIZE_UNITS, "size", '"256MiB"', MAX_SIZE_BYTES, "1 EiB"))
+
+
+def parse_duration(value: object) -> float:
+    """Seconds of a duration such as 2.5, "30s" or "10min", at most ten years. Raises ValueError with an example."""
+    return float(_number_with_unit(value, _DURATION_UNITS, "duration", '"30s"', MAX_DURATION_S, "10 years"))
+
+
+def parse_ttl(value: object) -> float | None:
+    """Seconds of a duration; None for "never". Raises ValueError with an example."""
+    if value in (None, "none", "never"):
+        return None
+    try:
+        return parse_duration(value)
+    except ValueError as e:
+        raise ValueError(f'{e}, or "never"') from None
+
+
+def parse_mode(value: object) -> int:
+    """Permissions: a number (0o600 in TOML), or octal digits as text. Raises ValueError with an example."""
+    try:
+        mode = int(value, 8) if isinstance(value, str) else value
+    except ValueError:
+        mode = -1
+    if isinstance(mode, float) and mode.is_integer():  # Helm writes every number as one
+        mode = int(mode)
+    if isinstance(mode, bool) or not isinstance(mode, int) or not 0 <= mode <= 0o777:
+        raise ValueError(f"{shown(value)} are no permissions; they are octal: write 0o600 in a file, 0600 elsewhere")
+    return mode
+
+
+def parse_address(text: str, *, least_port: int = 1) -> tuple[str, int]:
+    """Host and port of ``host:port``, ``[v6]:port`` or ``:port``. Raises ValueError that says what may be written."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not (port.isascii() and port.isdigit()):
+        raise ValueError(f'{shown(text)} is not an address; write "host:port", for example "127.0.0.1:9464"')
+    if len(port) > 5 or not least_port <= int(port) <= 65535:
+        raise ValueError(f"{shown(text)} has no possible port; a port lies between {least_port} and 65535")
+    if host.startswith("["):
+        if not host.endswith("]"):
+            raise ValueError(f'{shown(text)} is not an address; an IPv6 host goes in brackets, for example "[::1]:9464"')
+        host = host[1:-1]
+    elif ":" in host:
+        raise ValueError(f'{shown(text)} is not an address; an IPv6 host goes in brackets, for example "[::1]:9464"')
+    return host, int(port)
