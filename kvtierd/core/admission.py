@@ -58,7 +58,7 @@ class Admission:
         self.enabled = second_use or budget_bytes > 0
         """False when everything is admitted, so that nobody pays for what decides nothing."""
         self._level_bytes = float(budget_bytes)
-        self._level_at_s = float("-inf")
+        self._level_at_s = 0.0
         self._seen: dict[tuple[int, int], float] = {}
         """By realm and key: when a forgotten block was last used; in the order of forgetting."""
 
@@ -66,22 +66,22 @@ class Admission:
 
     def left_bytes(self, now: float) -> int:
         """What is in the bucket; below 0 when written on credit. 0 without a budget."""
-        if now > self._level_at_s:
-            gained = self.budget_bytes * (now - self._level_at_s) / DAY_S if self._level_at_s > float("-inf") else 0.0
-            self._level_bytes = min(self._level_bytes + gained, float(self.budget_bytes))
-            self._level_at_s = now
-        return int(self._level_bytes)
+        return int(self._level(now))
+
+    def _level(self, now: float) -> float:
+        gained = self.budget_bytes * max(now - self._level_at_s, 0.0) / DAY_S
+        return min(self._level_bytes + gained, float(self.budget_bytes))
 
     def spend(self, now: float, size_bytes: int) -> None:
         """So much is being written; it counts whether the device takes it or not."""
         if self.budget_bytes:
-            self.left_bytes(now)
-            self._level_bytes -= size_bytes
+            self._level_bytes = self._level(now) - size_bytes
+            self._level_at_s = now
 
-    def restore(self, now: float, left_bytes: float) -> None:
-        """Go on with what was left before a restart, filled up for the time between already."""
+    def restore(self, at_s: float, left_bytes: float) -> None:
+        """Go on with what was left at a time, which may lie before this core's first."""
         self._level_bytes = min(max(left_bytes, -float(self.budget_bytes)), float(self.budget_bytes))
-        self._level_at_s = now
+        self._level_at_s = at_s
 
     # ---- use
 

@@ -11,7 +11,9 @@ from kvtierd.core.tickets import Entry, SaveTicket, Session
 from kvtierd.model import Tier
 
 
-def take_snapshot(state: CoreState, sessions: Mapping[int, Session], pins: int, queue_depth: dict[str, int]) -> StatsSnapshot:
+def take_snapshot(
+    state: CoreState, sessions: Mapping[int, Session], pins: int, queue_depth: dict[str, int], now: float
+) -> StatsSnapshot:
     """All figures."""
     tiers = []
     for tier in state.tiers:
@@ -35,7 +37,8 @@ def take_snapshot(state: CoreState, sessions: Mapping[int, Session], pins: int, 
     ]
     tickets = sum(len(s.tickets) for s in sessions.values()) + pins
     blocks = sum(t.blocks for t in state.tenants.values())
-    return StatsSnapshot(tiers, tenants, blocks, len(sessions), tickets, queue_depth)
+    budget = state.admission
+    return StatsSnapshot(tiers, tenants, blocks, len(sessions), tickets, queue_depth, budget.budget_bytes, budget.left_bytes(now))
 
 
 def check_all(state: CoreState, sessions: Mapping[int, Session]) -> None:

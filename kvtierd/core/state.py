@@ -153,6 +153,7 @@ class CoreState:
         block.realm.presence.changed(block.key)
         self.counts.evictions[(tier, why)] += 1
         if tier is Tier.NVME:
+            block.prefix = None  # writing it again is decided anew
             self.commands.append(Forget(block.realm.realm_id, block.key, copy.generation, copy.all_slots()))
         for upper in block.copies():
             if upper.tier < tier and upper.state is CopyState.READY and not upper.is_clean:

@@ -84,3 +84,7 @@ class StatsSnapshot:
     tickets: int
     queue_depth: dict[str, int] = field(default_factory=dict)
     """Moves waiting, by class: load, prefetch, demote."""
+    nvme_budget_bytes: int = 0
+    """Bytes a day that NVMe may be written; 0 for no limit."""
+    nvme_budget_left_bytes: int = 0
+    """What is left of them; below 0 when written on credit."""

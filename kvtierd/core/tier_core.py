@@ -351,9 +351,9 @@ class TierCore:
 
     # ---- reading
 
-    def snapshot(self) -> StatsSnapshot:
-        """All figures."""
-        return take_snapshot(self.state, self.sessions, len(self.pins), self._mover.queue_depth)
+    def snapshot(self, now: float = 0.0) -> StatsSnapshot:
+        """All figures. The time matters for what refills by itself."""
+        return take_snapshot(self.state, self.sessions, len(self.pins), self._mover.queue_depth, now)
 
     def story(self, prefix: bytes) -> list[StoryEvent]:
         """Remembered changes of blocks whose key begins with ``prefix``, oldest first."""

@@ -9,15 +9,19 @@ import time
 from collections.abc import AsyncIterator
 from typing import Final
 
+from kvtierd.core.admission import Admission
 from kvtierd.core.tier_core import TierCore
 from kvtierd.model import NO_END
 from kvtierd.runtime.wallclock import WallClock
 from kvtierd.tiers.base import BlockIo
+from kvtierd.tiers.budget_file import SavedBudget
 from kvtierd.tiers.nvme import NvmeStore
 from kvtierd.tiers.record import Entry
 
 log = logging.getLogger(__name__)
 
+KEEP_BUDGET_S: Final = 5.0
+"""How often the write budget is written down at most."""
 RECOVER_CHUNK: Final = 20_000
 SNAPSHOT_CHUNK: Final = 4096
 """Copies gathered for a snapshot in one go of the event loop."""
@@ -56,6 +60,37 @@ async def recover(core: TierCore, store: NvmeStore, clock: WallClock) -> int:
     if expired:
         log.info("%d blocks on NVMe had expired meanwhile and were forgotten", expired)
     return found.next_generation
+
+
+class BudgetKeeper:
+    """Carries what is left of the write budget over restarts.
+
+    Args:
+        admission: the core's; it is restored at once.
+        store: where it is kept.
+        clock: wall-clock time is what survives.
+        saved: what the store had.
+    """
+
+    def __init__(self, admission: Admission, store: NvmeStore, clock: WallClock, saved: SavedBudget | None) -> None:
+        self._admission = admission
+        self._store = store
+        self._clock = clock
+        self._kept_at_s = clock.now()
+        self._kept_bytes: int | None = None
+        if saved is not None and admission.budget_bytes:
+            # A wall clock that was set back must not count as time that passed.
+            admission.restore(min(clock.on_core(saved.at_wall_s), clock.now()), saved.left_bytes)
+
+    async def keep(self, *, now: bool = False) -> None:
+        """Write it down, where it has changed and the last time is a while ago (or ``now``)."""
+        at_s = self._clock.now()
+        left_bytes = self._admission.left_bytes(at_s)
+        if not self._admission.budget_bytes or left_bytes == self._kept_bytes:
+            return
+        if now or at_s >= self._kept_at_s + KEEP_BUDGET_S:
+            self._kept_at_s, self._kept_bytes = at_s, left_bytes
+            await asyncio.to_thread(self._store.save_budget, SavedBudget(left_bytes, self._clock.on_wall(at_s)))
 
 
 async def snapshot_chunks(core: TierCore, clock: WallClock) -> AsyncIterator[list[Entry]]:

@@ -25,7 +25,7 @@ from kvtierd.core.tickets import PinTicket, ReadTicket, SaveGrant
 from kvtierd.core.tier_core import TierCore
 from kvtierd.errors import Reason, RequestError
 from kvtierd.model import DEFAULT_TENANT, Namespace, Result, Tier
-from kvtierd.runtime.restart import recover, snapshot_chunks
+from kvtierd.runtime.restart import BudgetKeeper, recover, snapshot_chunks
 from kvtierd.runtime.sessions import Attached, Sessions
 from kvtierd.runtime.wallclock import WallClock
 from kvtierd.tiers.base import BlockIo, RealmInfo
@@ -63,6 +63,7 @@ class Runtime:
         self.sessions = Sessions(config.server.max_sessions)
         self.cpu = CpuPool(config.cpu)
         self.nvme: NvmeStore | None = None
+        self._budget: BudgetKeeper | None = None
         self.revoker: Revoker | None = None
         self.on_moves: Callable[[MoveReport], None] = lambda _report: None
         self.on_checkpoint: Callable[[bool], None] = lambda _ok: None
@@ -90,6 +91,8 @@ class Runtime:
             self.nvme = await asyncio.to_thread(NvmeStore.open, self.config.nvme)
             self.core = TierCore(_core_config(self.config, self.nvme.capacity_bytes), _tenants(self.config))
             self.recovered_before = await recover(self.core, self.nvme, self.wall)
+            saved = await asyncio.to_thread(self.nvme.load_budget)
+            self._budget = BudgetKeeper(self.core.state.admission, self.nvme, self.wall, saved)
         stores = {Tier.NVME: self.nvme} if self.nvme else {}
         depth = self.config.nvme.depth * max(len(self.config.nvme.folders), 1)
         self.executor = Executor(self.cpu, dict(stores), depth, self._moved, self.wall.on_wall)
@@ -108,6 +111,8 @@ class Runtime:
                 await self.checkpoint()
             except OSError as e:
                 log.error("no snapshot at the end: %s; the next start reads the journals instead", e)
+            if self._budget is not None:
+                await self._budget.keep(now=True)
             await asyncio.to_thread(self.nvme.close)
         self.cpu.close()
 
@@ -118,6 +123,8 @@ class Runtime:
             await asyncio.sleep(pause_s)
             try:
                 await asyncio.to_thread(self.nvme.flush)
+                if self._budget is not None:
+                    await self._budget.keep()
                 if self.nvme.needs_snapshot():
                     await self.checkpoint()
                 pause_s = FLUSH_INTERVAL_S

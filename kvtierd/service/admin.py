@@ -15,6 +15,7 @@ from kvtierd import __version__
 from kvtierd.config import Config
 from kvtierd.core.block import Block, Copy, CopyState
 from kvtierd.core.realm import Realm
+from kvtierd.core.stats import StatsSnapshot
 from kvtierd.core.tickets import SaveTicket
 from kvtierd.errors import Reason, RequestError
 from kvtierd.model import KEY_BYTES, NO_END, Tier, split_keys
@@ -61,7 +62,7 @@ class AdminServicer(admin_pb2_grpc.KvTierAdminServiceServicer):
     def _status(self) -> pb.GetStatusResponse:
         rt = self._rt
         now = rt.now()
-        shot = rt.core.snapshot()
+        shot = rt.core.snapshot(now)
         paths = {Tier.CPU: "memfd", Tier.NVME: rt.nvme.path if rt.nvme else ""}
         return pb.GetStatusResponse(
             boot_epoch=rt.boot_epoch,
@@ -108,7 +109,7 @@ class AdminServicer(admin_pb2_grpc.KvTierAdminServiceServicer):
                 )
                 for s in itertools.islice(rt.sessions, MAX_PAGE)
             ],
-            counters=self._metrics.totals() | self._moves(),
+            counters=self._metrics.totals() | self._moves() | _budget(shot),
             blocks=shot.blocks,
             draining=rt.core.state.draining,
         )
@@ -330,6 +331,16 @@ class AdminServicer(admin_pb2_grpc.KvTierAdminServiceServicer):
             return pb.UnpinBlocksResponse()
 
         return await self._checked(context, work)
+
+
+def _budget(shot: StatsSnapshot) -> dict[str, float]:
+    """The write budget of NVMe, where there is one."""
+    if not shot.nvme_budget_bytes:
+        return {}
+    return {
+        "nvme_write_budget_bytes": float(shot.nvme_budget_bytes),
+        "nvme_write_budget_left_bytes": float(shot.nvme_budget_left_bytes),
+    }
 
 
 def _page_size(asked: int) -> int:

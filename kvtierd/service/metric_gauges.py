@@ -57,6 +57,16 @@ def gauge_families(snapshot: StatsSnapshot | None, flags: Flags, labels: Mapping
         _gauge("kvtierd_sessions", "Sessions attached.", [((), shot.sessions)]),
         _gauge("kvtierd_tickets", "Tickets open.", [((), shot.tickets)]),
         _queue_family(shot.queue_depth),
+        _gauge(
+            "kvtierd_nvme_write_budget_bytes",
+            "Bytes a day that NVMe may be written before only a second use is; 0 for no limit.",
+            [((), shot.nvme_budget_bytes)],
+        ),
+        _gauge(
+            "kvtierd_nvme_write_budget_left_bytes",
+            "What is left of the write budget, which refills by itself; below 0 when written on credit.",
+            [((), shot.nvme_budget_left_bytes)],
+        ),
         *_flag_families(flags),
     ]
 

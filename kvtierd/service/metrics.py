@@ -22,6 +22,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from kvtierd import PROTOCOL_VERSION, __version__
+from kvtierd.core.admission import REFUSALS
 from kvtierd.core.commands import Command
 from kvtierd.core.stats import StatsSnapshot, TenantStats
 from kvtierd.errors import Reason
@@ -37,7 +38,7 @@ MAX_TENANT_LABELS: Final = 100
 OTHER: Final = "other"
 TIERS: Final = tuple(tier.name.lower() for tier in Tier)
 TRANSFER_PATHS: Final = ("shm", "grpc", "cudaipc", OTHER)
-EVICTION_REASONS: Final = ("pressure", "ttl", "expired", "quota", "request", "corrupt", "io", "capacity", OTHER)
+EVICTION_REASONS: Final = ("pressure", "ttl", "not_admitted", "expired", "quota", "request", "corrupt", "io", "capacity", OTHER)
 QUEUE_CLASSES: Final = ("load", "prefetch", "demote", OTHER)
 PREFETCH_OUTCOMES: Final = ("ready", "partial", "miss", "expired", "cancelled", "rejected", OTHER)
 COMMANDS: Final = (*sorted(command.__name__ for command in get_args(Command)), OTHER)
@@ -82,6 +83,10 @@ class CoreCounts(Protocol):
     @property
     def move_bytes(self) -> Mapping[tuple[Tier, Tier], int]:
         """Payload moved, by source and target."""
+
+    @property
+    def not_admitted(self) -> Mapping[str, int]:
+        """Blocks forgotten because NVMe did not take them, by why."""
 
     @property
     def failed_commands(self) -> Mapping[str, int]:
@@ -195,6 +200,8 @@ class Metrics(Collector):
         calls = counter("nvme_calls", "System calls (or calls of the engine) that moved slots to and from NVMe.", "op")
         self._nvme_calls = {op: calls.cell(op) for op in ("write", "read")}
         self._folder_errors = counter("nvme_folder_errors", "I/O errors of a folder of the NVMe tier, reads and writes.", "folder")
+        refused = counter("nvme_not_admitted_blocks", "Blocks forgotten because they were not admitted to NVMe, by why.", "reason")
+        self._not_admitted = {why: refused.cell(why) for why in (*REFUSALS, OTHER)}
         failed = counter("failed_commands", "Decisions that could not be carried out: an extent without memory.", "command")
         self._failed_commands = {name: failed.cell(name) for name in COMMANDS}
         checkpoints = counter("checkpoints", "Snapshots of the NVMe index, by result.", "result")
@@ -385,6 +392,8 @@ class Metrics(Collector):
     def _take_counts(self, counts: CoreCounts) -> None:
         for name, n in counts.failed_commands.items():
             self._failed_commands[name if name in self._failed_commands else OTHER].value = n
+        for why, n in counts.not_admitted.items():
+            self._not_admitted[why if why in self._not_admitted else OTHER].value = n
         evictions: dict[tuple[Tier, str], int] = dict.fromkeys(self._evictions, 0)
         for (tier, why), n in counts.evictions.items():
             why = _EVICTION_ALIASES.get(why, why)

@@ -74,7 +74,7 @@ class Daemon:
             io = runtime.nvme.counters
             self.metrics.nvme_totals(io.written_bytes, io.read_bytes, io.write_calls, io.read_calls)
             self.metrics.folder_errors(runtime.nvme.folder_errors())
-        return runtime.core.snapshot()
+        return runtime.core.snapshot(runtime.now())
 
     async def serve(self) -> int:
         """Run until a signal or a failure. Returns the exit status. Raises StartupError when it cannot start."""

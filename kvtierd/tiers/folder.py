@@ -1,9 +1,9 @@
 """One folder of the NVMe tier: is it fit for use, who holds it, which files in it are ours, and how is it doing.
 
-Files: ``LOCK``, ``pool.json`` (pool id and realms), ``journal-N.kvj``, ``snapshot-N.kvs`` and ``segment-E-B-C.kv`` (extent id,
-bytes of a slot, count of slots). ``*.tmp`` is unfinished and deleted at the next start. Files of another format version are
-renamed to ``*.old-format-N`` and never touched again. What only looks like one of these (see :func:`_is_plausible`) is left
-alone and named in a warning.
+Files: ``LOCK``, ``pool.json`` (pool id and realms), ``budget.json`` (see ``budget_file``), ``journal-N.kvj``, ``snapshot-N.kvs``
+and ``segment-E-B-C.kv`` (extent id, bytes of a slot, count of slots). ``*.tmp`` is unfinished and deleted at the next start. Files
+of another format version are renamed to ``*.old-format-N`` and never touched again. What only looks like one of these (see
+:func:`_is_plausible`) is left alone and named in a warning.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MAX_NAMED: Final = 5
 _SEGMENT_NAME: Final = re.compile(r"segment-([1-9]\d{0,9})-([1-9]\d{0,14})-([1-9]\d{0,9})\.kv", re.ASCII)
 _LOG_NAME: Final = re.compile(r"(?:journal-([1-9]\d{0,12})\.kvj|snapshot-([1-9]\d{0,12})\.kvs)", re.ASCII)
 _OUR_NAME: Final = re.compile(
-    r"(segment-\d+-\d+-\d+\.kv|journal-\d+\.kvj|snapshot-\d+\.kvs|pool\.json)(\.tmp)?|probe\.tmp", re.ASCII
+    r"(segment-\d+-\d+-\d+\.kv|journal-\d+\.kvj|snapshot-\d+\.kvs|pool\.json|budget\.json)(\.tmp)?|probe\.tmp", re.ASCII
 )
 
 
@@ -165,7 +165,7 @@ class Folder:
 
     def clean_up(self) -> None:
         """Delete unfinished files, move those of another format version aside, and say which are none of ours."""
-        foreign = [e.name for e in self._named_like_ours() if not _is_plausible(e) and e.name != "pool.json"]
+        foreign = [e.name for e in self._named_like_ours() if not _is_plausible(e) and e.name not in ("pool.json", "budget.json")]
         if foreign:
             log.warning(
                 "nvme folder %s has %d files that are named like the cache's but cannot be: %s; they are not used and take "
@@ -347,7 +347,7 @@ def _is_plausible(entry: os.DirEntry[str]) -> bool:
             return int(numbered[1] or numbered[2]) <= MAX_SEQUENCE
     except FileNotFoundError:
         return False
-    return entry.name.endswith(".tmp") or entry.name == "pool.json"
+    return entry.name.endswith(".tmp") or entry.name in ("pool.json", "budget.json")
 
 
 def is_exhausted(error: OSError) -> bool:

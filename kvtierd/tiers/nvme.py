@@ -20,6 +20,7 @@ from kvtierd.config import NvmeConfig
 from kvtierd.errors import Reason, RequestError
 from kvtierd.model import PAGE_BYTES, SLOT_INDEX_BITS, slot_extent
 from kvtierd.tiers.base import BlockIo, RealmInfo, Recovered, RecoveredExtent, Result
+from kvtierd.tiers.budget_file import SavedBudget, load_budget, save_budget
 from kvtierd.tiers.folder import Folder, PoolFile, is_exhausted
 from kvtierd.tiers.io_engine import IoEngine, choose_engine
 from kvtierd.tiers.journal import Journal
@@ -297,6 +298,14 @@ class NvmeStore:
             return count
 
     # State
+
+    def save_budget(self, saved: SavedBudget) -> None:
+        """Keep what is left of the write budget. Blocking."""
+        save_budget(self._folders, saved)
+
+    def load_budget(self) -> SavedBudget | None:
+        """What was left of the write budget when it was kept last. Blocking."""
+        return load_budget(self._folders)
 
     def used_file_bytes(self) -> int:
         """Bytes on disk of all files of the tier. Blocking, but quick."""

@@ -14,6 +14,13 @@ KEYS = 40
 SHAPES = [(4096,), (8192,), (4096, 4096), (4096, 12_288, 1)]
 WRITE_FAULTS = [Result.NO_SPACE, Result.IO_ERROR]
 READ_FAULTS = [Result.CORRUPT, Result.IO_ERROR]
+POLICIES: dict[str, dict[str, object]] = {"lru": {}, "bonus": {"turn_bonus_s": 6.0}, "arc": {"eviction": "arc"}}
+ADMISSIONS: dict[str, dict[str, object]] = {
+    "all": {},
+    "second use": {"second_use": True, "second_use_window_s": 20.0},
+    "budget": {"write_budget_bytes": 64 * KIB},
+    "both": {"second_use": True, "write_budget_bytes": 256 * KIB},
+}
 
 
 def _pick(items: list, n: int):  # type: ignore[no-untyped-def, type-arg]
@@ -24,15 +31,28 @@ class Driver:
     """One run: a shell, its realms, and what is open."""
 
     def __init__(
-        self, cpu: int, nvme: int, hbm: int, ttl: bool, quota: bool, late: bool, promote: int, share: float, extent: int = 64
+        self,
+        cpu: int,
+        nvme: int,
+        hbm: int,
+        ttl: bool,
+        quota: bool,
+        late: bool,
+        promote: int,
+        share: float,
+        extent: int = 64,
+        policy: str = "lru",
+        admission: str = "all",
+        into_hbm: bool = False,
     ) -> None:
-        """Sizes in KiB."""
+        """Sizes in KiB; ``policy`` and ``admission`` are keys of POLICIES and ADMISSIONS."""
         limits = {"b": Tenant("b", [16 * KIB, 96 * KIB, 128 * KIB], [5.0, 8.0, 60.0])} if quota else {}
         self.shell = MortalShell(
             config(
                 cpu * KIB, nvme * KIB, hbm * KIB, extent * KIB,
                 ttl_s=(3.0, 20.0, None) if ttl else (30.0, 600.0, None),
                 max_promote_bytes=promote * KIB, max_demote_bytes=64 * KIB, max_ticket_share=share, max_tickets=12,
+                save_tier=Tier.HBM if into_hbm and hbm else Tier.CPU, **POLICIES[policy], **ADMISSIONS[admission],
             ),
             limits,
             release_late=late,
@@ -188,16 +208,29 @@ class Driver:
         """Check everything that can be checked between two events."""
         shell = self.shell
         shell.check()
-        limit = shell.config.max_ticket_share * shell.config.capacity_bytes[Tier.CPU]
+        limit = shell.config.max_ticket_share * max(shell.config.capacity_bytes[t] for t in (Tier.CPU, shell.config.save_tier))
         for session in self.sessions:
             assert session.ticket_bytes <= max(limit, max(r.tier_bytes[Tier.CPU] for r in self.realms))
         up = [m.size_bytes for m, _ in shell.moves.values() if m.priority is not Priority.DEMOTE]
         assert len(up) <= 1 or sum(up) <= shell.config.max_promote_bytes
+        self._check_admission()
         if not shell.core.state.counts.evictions:
             for realm_id, key in shell.version.keys() - shell.evicted - shell.expired():
                 assert shell.core.lookup(shell.now, shell.core.state.realms[realm_id], [key])[0], (
                     "nothing is lost without an eviction"
                 )
+
+    def _check_admission(self) -> None:
+        """What NVMe was refused is refused for a reason that is on, and nothing else is called so."""
+        state = self.shell.core.state
+        evicted = sum(n for (_, why), n in state.counts.evictions.items() if why == "not_admitted")
+        assert evicted == state.counts.not_admitted.total()
+        if not state.config.second_use:
+            assert not state.counts.not_admitted["no_room"]
+        if not state.config.write_budget_bytes:
+            assert not state.counts.not_admitted["budget"]
+        if not state.admission.enabled:
+            assert not evicted and not any(state.refused_bytes)
 
     def settle(self) -> None:
         """Everybody leaves and faults stop: everything must come to rest."""

@@ -258,7 +258,7 @@ class Shell:
                 slots = tuple(grant.slots[n * width : (n + 1) * width])
                 self.written += 1
                 opened.open[n] = (keys[index], slots, self.written)
-                self._begin_write(Tier.CPU, slots, ("save", grant.ticket_id))
+                self._begin_write(self.config.save_tier, slots, ("save", grant.ticket_id))
             self.saves[grant.ticket_id] = opened
         else:
             assert grant.ticket_id == 0
@@ -272,8 +272,8 @@ class Shell:
         for index in which:
             key, slots, version = opened.open.pop(index)
             for shard, slot in enumerate(slots):
-                assert self.writers[(Tier.CPU, slot)] == ("save", ticket_id)
-                self.content[(Tier.CPU, slot)] = (opened.realm.realm_id, key, shard, version)
+                assert self.writers[(self.config.save_tier, slot)] == ("save", ticket_id)
+                self.content[(self.config.save_tier, slot)] = (opened.realm.realm_id, key, shard, version)
             self._stop_using(("save", ticket_id), slots)
             filled[key] = version
         published = self.core.commit(self.now, opened.session, ticket_id, indexes or ())
@@ -332,7 +332,9 @@ class Shell:
 
     def _look(self, opened: OpenLoad, index: int) -> None:
         realm = opened.ticket.realm
-        seen = self._read(Tier.CPU, opened.taken[index], ("load", opened.ticket.ticket_id))
+        copy = opened.ticket.copies[index]
+        assert copy is not None and copy.tier in (Tier.CPU, self.config.save_tier)
+        seen = self._read(copy.tier, opened.taken[index], ("load", opened.ticket.ticket_id))
         wanted = [(realm.realm_id, opened.keys[index], shard, opened.versions[index]) for shard in range(len(realm.slot_bytes))]
         assert seen == wanted, "a load sees what was saved, and nothing else"
 

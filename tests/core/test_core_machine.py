@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvtierd.model import Tier
-from tests.core.driver import Driver
+from tests.core.driver import ADMISSIONS, POLICIES, Driver
 
 NUMBER = st.integers(0, 999)
 COUNT = st.integers(1, 12)
@@ -39,11 +40,12 @@ class CoreMachine(RuleBasedStateMachine):
         promote=st.sampled_from([4, 64, 1024]),
         share=st.sampled_from([0.25, 0.5, 1.0]),
         extent=st.sampled_from([16, 64]),
+        policy=st.sampled_from(list(POLICIES)),
+        admission=st.sampled_from(list(ADMISSIONS)),
+        into_hbm=st.booleans(),
     )
-    def start(
-        self, cpu: int, nvme: int, hbm: int, ttl: bool, quota: bool, late: bool, promote: int, share: float, extent: int
-    ) -> None:
-        self.driver = Driver(cpu, nvme, hbm, ttl, quota, late, promote, share, extent)
+    def start(self, **options: Any) -> None:
+        self.driver = Driver(**options)
 
     @rule(n=NUMBER)
     def attach(self, n: int) -> None:
@@ -169,6 +171,9 @@ def _history(seed: int, steps: int) -> None:
         promote=r.choice([4, 16, 64, 1024]),
         share=r.choice([0.25, 0.5, 1.0]),
         extent=r.choice([16, 32, 64]),
+        policy=r.choice(list(POLICIES)),
+        admission=r.choice([*ADMISSIONS, "all", "all"]),
+        into_hbm=r.random() < 0.5,
     )
     faulty = r.random() < 0.6
 

@@ -247,6 +247,7 @@ class Counts:
     evictions: Counter[tuple[Tier, str]] = field(default_factory=Counter)
     moves: Counter[tuple[Tier, Tier, str]] = field(default_factory=Counter)
     move_bytes: Counter[tuple[Tier, Tier]] = field(default_factory=Counter)
+    not_admitted: Counter[str] = field(default_factory=Counter)
     failed_commands: Counter[str] = field(default_factory=Counter)
 
 
@@ -262,6 +263,8 @@ def test_totals_of_the_core_are_taken_over(metrics: Metrics) -> None:
         counts.moves[Tier.CPU, Tier.NVME, "ok"] += 3
         counts.moves[Tier.CPU, Tier.NVME, "no_space"] += 1
         counts.move_bytes[Tier.CPU, Tier.NVME] += 30
+        counts.evictions[Tier.CPU, "not_admitted"] += 1
+        counts.not_admitted["budget"] += 1
         counts.failed_commands["NewExtent"] += 5
         counts.failed_commands["Unheard"] += 6
         metrics.refresh()
@@ -269,13 +272,16 @@ def test_totals_of_the_core_are_taken_over(metrics: Metrics) -> None:
         assert value(metrics, "evictions_total", tier="cpu", reason="pressure") == 2 * round_
         assert value(metrics, "evictions_total", tier="nvme", reason="io") == round_
         assert value(metrics, "evictions_total", tier="nvme", reason="other") == 2 * round_
+        assert value(metrics, "evictions_total", tier="cpu", reason="not_admitted") == round_
+        assert value(metrics, "nvme_not_admitted_blocks_total", reason="budget") == round_
+        assert value(metrics, "nvme_not_admitted_blocks_total", reason="no_room") == 0
         assert value(metrics, "moved_blocks_total", **edge) == 3 * round_
         assert value(metrics, "moved_bytes_total", **edge) == 30 * round_
         assert value(metrics, "move_failures_total", **edge) == round_
         assert value(metrics, "failed_commands_total", command="NewExtent") == 5 * round_
         assert value(metrics, "failed_commands_total", command="StartMoves") == 0
         assert value(metrics, "failed_commands_total", command="other") == 6 * round_
-        assert metrics.totals()["kvtierd_evictions_total"] == 6 * round_
+        assert metrics.totals()["kvtierd_evictions_total"] == 7 * round_
 
 
 def test_hits_of_the_core_are_taken_over_with_its_totals() -> None:

@@ -1,0 +1,59 @@
+"""What is left of the write budget, kept over a restart: ``budget.json`` in each NVMe folder.
+
+A daemon that is killed forgets what it wrote in the last seconds. A file that cannot be read counts as none.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvtierd.tiers.folder import Folder
+
+log = logging.getLogger(__name__)
+
+NAME = "budget.json"
+
+
+class SavedBudget(NamedTuple):
+    """The budget at one moment."""
+
+    left_bytes: float
+    """Below 0 when written on credit."""
+    at_wall_s: float
+    """Seconds since 1970."""
+
+
+def save_budget(folders: Sequence[Folder], saved: SavedBudget) -> None:
+    """Replace the file in each folder. Blocking. A folder that cannot be written is passed over: the others have it."""
+    for folder in folders:
+        path = folder.file(NAME)
+        try:
+            with open(path + ".tmp", "w", encoding="ascii") as f:
+                json.dump(saved._asdict(), f)
+            os.rename(path + ".tmp", path)
+        except OSError as e:
+            log.warning("the write budget cannot be kept in %s: %s", path, e)
+
+
+def load_budget(folders: Sequence[Folder]) -> SavedBudget | None:
+    """The latest that any folder has. Blocking."""
+    found = [saved for folder in folders if (saved := _read(folder.file(NAME))) is not None]
+    return max(found, key=lambda saved: saved.at_wall_s, default=None)
+
+
+def _read(path: str) -> SavedBudget | None:
+    try:
+        with open(path, encoding="ascii") as f:
+            content = json.load(f)
+        saved = SavedBudget(float(content["left_bytes"]), float(content["at_wall_s"]))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        log.warning("%s is not used: %s", path, e)
+        return None
+    return saved if math.isfinite(saved.left_bytes) and math.isfinite(saved.at_wall_s) else None
