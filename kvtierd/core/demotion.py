@@ -108,7 +108,7 @@ class Demoter:
         """A realm was refused room: write down some of its next copies that exist nowhere else."""
         state = self._state
         del self._space.hungry[realm.realm_id]
-        for tier in (t for t in state.tiers if t is not Tier.NVME):
+        for tier in (t for t in reversed(state.tiers) if t is not Tier.NVME):
             order = realm.orders[tier]
             if not state.turns.can_demote(realm, tier, now) or order.next_spare():
                 continue
@@ -152,7 +152,9 @@ class Demoter:
         # A copy below that is being filled is another move's, whose result is waited for.
         slots = Reason.BUSY if block.copy_on(lower) is not None else self._space.allocate(now, lower, block.realm, source)
         if isinstance(slots, Reason):
-            if not state.pools[lower].retiring:
+            # A tier that is being emptied, or that writes down itself, has room soon: see _feed.
+            soon = state.pools[lower].retiring or (slots is Reason.BUSY and state.turns.can_demote(block.realm, lower, now))
+            if not soon:
                 state.turns.pause(now, block.realm)
             return None
         target = state.new_copy(now, block, lower, slots, why)

@@ -157,13 +157,13 @@ class Mover:
         size = realm.namespace.block_bytes
         if self.up_bytes and self.up_bytes + size > state.config.max_promote_bytes:
             return _Step.TIER_FULL
+        state.came_back(realm, block.key, Tier.CPU)
         slots = self._space.allocate(now, Tier.CPU, realm)
         if isinstance(slots, Reason):
             if slots is Reason.BUSY:
                 return _Step.REALM_FULL
             self.miss(now, ticket, index, slots)
             return _Step.DONE
-        state.came_back(realm, block.key, Tier.CPU)
         target = state.new_copy(now, block, Tier.CPU, slots, priority.name.lower())
         move = self._begin(now, source, target, priority, priority.name.lower())
         self._wait(move, ticket, index)

@@ -69,6 +69,7 @@ class Saves:
             if not refused and session.held_bytes and session.held_bytes + size > limit:
                 refused = LIMIT
             if not refused:
+                fresh.wanted(key)
                 taken = self._space.allocate(now, tier, realm)
                 if isinstance(taken, Reason):
                     refused = _REFUSED[taken]
@@ -172,16 +173,21 @@ class _Fresh:
         self._state = state
         self._realm = realm
         self._matched = matched
+        self._lane = 0
         self._again: Prefix | None = None
         self._first: Prefix | None = None
         if state.admission.enabled:
             self._again, self._first = Prefix(again=True), Prefix(again=False)
 
+    def wanted(self, key: bytes) -> None:
+        """A key that is held nowhere is to get room: what the policy remembers of it counts before others go for it."""
+        self._lane = self._state.policy.lane_of_new(self._matched, returns=self._state.came_back(self._realm, key))
+
     def block(self, now: float, key: bytes) -> Block:
-        """The block of a key that is held nowhere."""
+        """The block of the key of :meth:`wanted`, which has got room."""
         state, realm = self._state, self._realm
         block = Block(key, realm, now)
-        block.lane = state.policy.lane_of_new(self._matched, returns=state.came_back(realm, key))
+        block.lane = self._lane
         if self._first is not None:
             # From the first block on that was not forgotten lately, nothing is a second use.
             if self._again is not None and not state.admission.saved_again(now, block):
