@@ -41,6 +41,7 @@ _COMMANDS: Final = {
     "config": ("kvtierd.cli.local:config", "Show the configuration."),
     "lmcache-config": ("kvtierd.cli.lmcache_config:lmcache_config", "Turn LMCache's configuration into kvtierd's."),
     "demo": ("kvtierd.cli.demo:demo", "See save, spill, restart and load in one minute."),
+    "replay": ("kvtierd.cli.replay:replay", "Replay a request trace, simulated or through a daemon, and report its hits."),
     "bench": ("kvtierd.cli.bench:bench", "Measure this host."),
     "completion": ("kvtierd.cli.local:completion", "Write the completion script of a shell."),
 }
