@@ -55,7 +55,7 @@ class Tier(IntEnum):
     @property
     def bit(self) -> int:
         """This tier in a mask of tiers."""
-        return 1 << self.value
+        return 1 << self
 
 
 class Result(Enum):

@@ -92,9 +92,7 @@ def _policy_options(function: F) -> F:
             click.option(
                 "--free-target",
                 type=click.FloatRange(0, 0.9),
-                default=0.15,
-                show_default=True,
-                help="Share of memory kept free or clean.",
+                help="Share of memory kept free or clean; left out 0.15 with --nvme-gb-per-s, else none, as moves take no time.",
             ),
             click.option(
                 "--nvme-gb-per-s",
@@ -190,7 +188,7 @@ def _simulate(requests: list[Request], given: dict[str, Any]) -> dict[str, Any]:
         hbm_ttl_s=_or(given["hbm_ttl"], None if one_tier else 30.0),
         cpu_ttl_s=_or(given["cpu_ttl"], None if one_tier else 600.0),
         nvme_ttl_s=_or(given["nvme_ttl"], None),
-        free_target=given["free_target"],
+        free_target=(0.15 if given["nvme_gb_per_s"] else 0.0) if given["free_target"] is None else given["free_target"],
         eviction=given["eviction"],
         turn_bonus_s=given["turn_bonus"],
         second_use=given["admission"] == "second-use",

@@ -71,6 +71,11 @@ class Space:
     def _take_all(self, now: float, tier: Tier, realm: Realm) -> tuple[int, ...] | Group:
         """One slot a shard, or a group that has too few; nothing is taken then."""
         pool = self._state.pools[tier]
+        if len(realm.slot_bytes) == 1:
+            size = realm.nvme_slot_bytes[0] if tier is Tier.NVME else realm.slot_bytes[0]
+            group = pool.group(size, size, 0, -1) if tier is Tier.NVME else pool.group((realm.realm_id, 0), size, 0, realm.realm_id)
+            if group.open:
+                return (pool.take(group),)
         if tier is Tier.NVME:
             groups = [pool.group(size, size, 0, -1) for size in realm.nvme_slot_bytes]
         else:

@@ -249,7 +249,8 @@ class CoreState:
                 self.admission.used(now, known, realm.tier_bytes[Tier.NVME])
             lane = self.policy.lane_of_used(len(known))
             for block in known:
-                block.lane = lane
+                # Never back: a root that many requests share must not go before the leaves of one of them.
+                block.lane = max(block.lane, lane)
         self.touch(now, blocks)
 
     def came_back(self, realm: Realm, key: bytes, tier: Tier | None = None) -> bool:

@@ -254,7 +254,12 @@ class TierCore:
 
     def move_done(self, now: float, move_id: int, result: Result) -> None:
         """A move of :class:`StartMoves` has ended."""
-        self._mover.done(now, move_id, result)
+        self.moves_done(now, [(move_id, result)])
+
+    def moves_done(self, now: float, results: Iterable[tuple[int, Result]]) -> None:
+        """Several moves have ended at one time."""
+        for move_id, result in results:
+            self._mover.done(now, move_id, result)
         self._mover.pump(now)
 
     def extent_released(self, now: float, tier: Tier, extent_id: int) -> None:

@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from kvtierd.core.commands import Move, Progress, StartMoves
+from kvtierd.core.commands import Progress, StartMoves
 from kvtierd.core.realm import Realm
 from kvtierd.core.saves import BUSY, HELD, LIMIT
 from kvtierd.core.settings import CoreConfig
@@ -44,7 +44,8 @@ class SimSettings:
     hbm_ttl_s: float | None = 30.0
     cpu_ttl_s: float | None = 600.0
     nvme_ttl_s: float | None = None
-    free_target: float = 0.15
+    free_target: float = 0.0
+    """Moves that take no time need no room kept ready for them; a daemon has 0.15."""
     eviction: str = "lru"
     turn_bonus_s: float = 0.0
     second_use: bool = False
@@ -165,8 +166,7 @@ class Simulation:
             while commands := core.take_commands():
                 for command in commands:
                     if isinstance(command, StartMoves):
-                        for move in command.moves:
-                            self._start(move)
+                        self._start(command)
                     elif isinstance(command, RetireExtent):
                         core.extent_released(self._now, command.tier, command.extent_id)
                     elif isinstance(command, Progress):
@@ -178,16 +178,17 @@ class Simulation:
             if ticket in self._loads:
                 self._read(ticket)
 
-    def _start(self, move: Move) -> None:
+    def _start(self, command: StartMoves) -> None:
         per_s = self._settings.nvme_bytes_per_s
-        if not per_s or Tier.NVME not in (move.src.tier, move.dst.tier):
-            self.core.move_done(self._now, move.move_id, Result.OK)
+        if not per_s or Tier.NVME not in (command.src_tier, command.dst_tier):
+            self.core.moves_done(self._now, [(move.move_id, Result.OK) for move in command.moves])
             return
-        device = self._devices[move.src.tier is Tier.NVME]
-        seconds = move.size_bytes / per_s
-        device.free_at_s = max(device.free_at_s, self._now) + seconds
-        device.busy_s += seconds
-        heapq.heappush(self._done, (device.free_at_s, move.move_id))
+        device = self._devices[command.src_tier is Tier.NVME]
+        for move in command.moves:
+            seconds = move.size_bytes / per_s
+            device.free_at_s = max(device.free_at_s, self._now) + seconds
+            device.busy_s += seconds
+            heapq.heappush(self._done, (device.free_at_s, move.move_id))
 
     # ---- requests
 
@@ -265,8 +266,7 @@ class Simulation:
         while commands := core.take_commands():
             for command in commands:
                 if isinstance(command, StartMoves):
-                    for move in command.moves:
-                        self._start(move)
+                    self._start(command)
                 elif isinstance(command, RetireExtent):
                     core.extent_released(self._now, command.tier, command.extent_id)
                 elif isinstance(command, Progress):

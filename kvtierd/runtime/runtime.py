@@ -244,9 +244,7 @@ class Runtime:
         self.apply()
 
     def _moved(self, report: MoveReport) -> None:
-        now = self.now()
-        for move, result in report.results:
-            self.core.move_done(now, move.move_id, result)
+        self.core.moves_done(self.now(), [(move.move_id, result) for move, result in report.results])
         self.apply()
         self.on_moves(report)
 

@@ -113,6 +113,27 @@ def test_turn_bonus() -> None:
     shell.check()
 
 
+def test_a_shared_root_keeps_its_bonus() -> None:
+    """Goal: a root does not go before its leaves because a request that matched nothing else used it without a bonus.
+
+    Method: a further turn of one conversation, then a new conversation with the same root; new blocks until all have gone.
+    """
+    shell, realm, session = flat(8, turn_bonus_s=60.0)
+    shell.put(session, realm, keys(1, 2, 3))
+    shell.now = 10.0
+    assert shell.get(session, realm, keys(1, 2, 3)) == [0, 1, 2]
+    shell.now = 20.0
+    assert shell.get(session, realm, keys(1)) == [0]
+    shell.put(session, realm, keys(1, 9))
+    order: list[int] = []
+    for number in range(30, 44):
+        shell.now += 10.0
+        before = held(shell, realm, 1, 2, 3, 9)
+        shell.put(session, realm, keys(number))
+        order += [n for n in before if n not in held(shell, realm, 1, 2, 3, 9)]
+    assert order == [9, 3, 2, 1]
+
+
 def test_a_turn_in_portions_earns_its_bonus_once() -> None:
     """Goal: a request that names its own earlier blocks again has not matched them. Method: three saves of one new chain."""
     shell, realm, session = flat(16, turn_bonus_s=60.0)

@@ -6,7 +6,7 @@ Method: compare docs/errors.md, the Python enum, the proto enum and the mapping 
 import re
 from pathlib import Path
 
-from kvtierd.core import tier_core
+from kvtierd.core import saves
 from kvtierd.errors import Reason
 from kvtierd.service.status import CODES
 from kvtierd.v1 import kvtier_pb2 as pb
@@ -26,6 +26,6 @@ def test_python_and_proto_reasons_are_equal() -> None:
 
 def test_save_outcomes_are_equal() -> None:
     wire = {number: name.removeprefix("SAVE_OUTCOME_").lower() for name, number in pb.SaveOutcome.items() if number}
-    assert [wire[n] for n in range(1, len(wire) + 1)] == list(tier_core.OUTCOME_NAMES[1:])
-    assert wire[tier_core.LIMIT] == "limit"
-    assert wire[tier_core.GRANTED] == "granted"
+    assert [wire[n] for n in range(1, len(wire) + 1)] == list(saves.OUTCOME_NAMES[1:])
+    assert wire[saves.LIMIT] == "limit"
+    assert wire[saves.GRANTED] == "granted"
