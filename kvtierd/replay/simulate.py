@@ -27,6 +27,8 @@ from kvtierd.replay.trace import Request
 EXTENTS: Final = 64
 """Extents that a tier has, about: as large in proportion as those of a daemon."""
 LOAD_DEADLINE_S: Final = 60.0
+SAVE_TRIES: Final = 3
+"""Portions of a save that may find no room one after the other; each of them has the core make some."""
 STEP_S: Final = 1e-6
 """Between a client's calls. Traces have many requests at one time; in a daemon no two calls come at the same, and age is exact."""
 IN_FLIGHT_BYTES: Final = 256 << 20
@@ -242,8 +244,9 @@ class Simulation:
         core = self.core
         if load.held == len(load.keys):
             return
-        present = -1
-        while True:
+        present = 0
+        patience = SAVE_TRIES
+        while patience:
             self._now += STEP_S
             grant = core.save(self._now, load.session, load.realm, load.keys)
             self._settle_saves()
@@ -254,8 +257,9 @@ class Simulation:
             self._outcome.saved += outcomes[GRANTED]
             more = outcomes[BUSY] + outcomes[LIMIT]
             before, present = present, outcomes[GRANTED] + outcomes[HELD]
-            if not more or present <= before:
+            if not more:
                 break
+            patience = SAVE_TRIES if present > before else patience - 1
         self._outcome.unsaved += len(load.keys) - present
         self._settle()
 

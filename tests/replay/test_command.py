@@ -33,16 +33,16 @@ def replay(*arguments: str) -> Result:
 
 
 def test_json_has_a_fixed_shape() -> None:
-    result = replay(TRACE, "--simulate", "--capacity", "1:5:40@20%", "--limit", "200", "--json")
+    result = replay(TRACE, "--simulate", "--capacity", "1:5:40@20%", "--limit", "60", "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found.keys() == SCHEMA.keys()
     assert all(isinstance(found[name], kind) for name, kind in SCHEMA.items())
     assert list(found["hit_ratio_by_tier"]) == ["hbm", "cpu", "nvme"]
-    assert found["requests"] == 200 and found["parameters"]["mode"] == "simulate"
+    assert found["requests"] == 60 and found["parameters"]["mode"] == "simulate"
     assert set(found["demotions"]) == {"ttl", "watermark", "pressure", "extent"}
     assert 0 < found["prefix_hit_ratio"] <= found["ideal_prefix_hit_ratio"] < 1
-    assert len(found["samples"]) == 200 and found["samples"][-1]["prefix_hit_ratio"] == found["prefix_hit_ratio"]
+    assert len(found["samples"]) == 60 and found["samples"][-1]["prefix_hit_ratio"] == found["prefix_hit_ratio"]
 
 
 def test_every_option_reaches_the_core() -> None:
