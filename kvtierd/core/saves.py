@@ -11,7 +11,7 @@ from kvtierd.core.block import Block, Copy, CopyState
 from kvtierd.core.expiry import extend
 from kvtierd.core.realm import Realm
 from kvtierd.core.space import Space
-from kvtierd.core.state import CoreState
+from kvtierd.core.state import DEPTH_S, CoreState
 from kvtierd.core.tickets import GRANTED, SaveGrant, SaveTicket, Session
 from kvtierd.errors import Reason, RequestError
 from kvtierd.model import NO_END, Tier
@@ -102,7 +102,7 @@ class Saves:
         # From tail to head, so that leaves are older than roots.
         for index in reversed(which):
             copy = self._close_index(ticket, index)
-            copy.block.used_at_s = now
+            copy.block.used_at_s = now - (len(ticket.held) + index) * DEPTH_S
             if copy.state is CopyState.FILLING:
                 state.expiries.begin(copy.block, NO_END if ticket.ttl_s is None else now + ticket.ttl_s)
                 state.set_state(now, copy, CopyState.READY, "commit")

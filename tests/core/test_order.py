@@ -64,6 +64,37 @@ def test_a_copy_that_is_written_down_keeps_its_age() -> None:
     shell.check()
 
 
+def test_leaves_go_before_roots_wherever_they_were_when_they_were_used() -> None:
+    """Goal: the order within one use holds on the lower tier too, when its blocks came there in another order.
+
+    Method: a chain of four; its tail is on NVMe already when the chain is used, its head is written down after that.
+    """
+    shell = Shell(config(cpu=1 << 20, nvme=32 * KIB, extent=32 * KIB))
+    realm = shell.realm(4096)
+    session = shell.attach(realm)
+
+    def sink() -> None:
+        shell.drain()
+        shell.finish_all()
+        shell.drain(on=False)
+
+    shell.put(session, realm, keys(3, 4))
+    sink()
+    shell.now = 10.0
+    shell.put(session, realm, keys(1, 2))
+    assert shell.get(session, realm, keys(1, 2, 3, 4)) == [0, 1, 2, 3]
+    sink()
+    shell.evict(realm, keys(1, 2, 3, 4), Tier.CPU)
+    order: list[int] = []
+    for number in range(20, 24):
+        shell.now += 1.0
+        before = held(shell, realm, 1, 2, 3, 4)
+        shell.put(session, realm, keys(number))
+        sink()
+        order += [n for n in before if n not in held(shell, realm, 1, 2, 3, 4)]
+    assert order == [4, 3, 2, 1]
+
+
 @pytest.mark.parametrize("later_s", [0.0, 2.0])
 def test_what_a_save_found_held_outlives_what_it_added(later_s: float) -> None:
     """Goal: of one request's blocks the last ones go first, also when the first ones were there before.
