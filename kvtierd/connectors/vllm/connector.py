@@ -20,6 +20,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvtierd import __version__
 from kvtierd.connectors.vllm.events import Change
+from kvtierd.connectors.vllm.logs import share_handlers
 from kvtierd.connectors.vllm.metadata import KvtierdHandshake, KvtierdMetadata, KvtierdWorkerMetadata
 from kvtierd.connectors.vllm.scheduler import SchedulerSide
 from kvtierd.connectors.vllm.settings import read_settings
@@ -60,6 +61,7 @@ class KvtierdConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        share_handlers()
         self._failures: Counter[str] = Counter()
         self._untold_failures = 0
         self._scheduler: SchedulerSide | None = None

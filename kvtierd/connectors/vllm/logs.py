@@ -1,4 +1,4 @@
-"""Log lines that clients can bring about at any rate, each kind at most once a minute."""
+"""Log lines: where they go, and those that clients can bring about at any rate, each kind at most once a minute."""
 
 from __future__ import annotations
 
@@ -19,3 +19,13 @@ def warn_rarely(text: str, *args: Any) -> None:
     if now - _last_s.get(text, -EVERY_S) >= EVERY_S:
         _last_s[text] = now
         log.warning(text + " (said at most once a minute)", *args)
+
+
+def share_handlers() -> None:
+    """Have kvtierd's own loggers, the client's for one, write where vLLM's write, unless the program has set up logging for all."""
+    own, engine = logging.getLogger("kvtierd"), logging.getLogger("vllm")
+    if own.handlers or logging.getLogger().handlers or not engine.handlers:
+        return
+    own.handlers[:] = engine.handlers
+    own.setLevel(engine.getEffectiveLevel())
+    own.propagate = False
