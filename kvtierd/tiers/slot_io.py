@@ -78,6 +78,7 @@ class SlotMover:
         self._counters = counters
         self._counter_lock = threading.Lock()
         self._scratch = threading.local()
+        self._told_full = False
 
     def write(self, blocks: Sequence[BlockIo]) -> list[Result]:
         """Write all slots; nothing is recorded yet."""
@@ -158,7 +159,11 @@ class SlotMover:
                 self.note_write_error(folder, e)
             elif not is_exhausted(e):
                 log.error("a segment cannot be made: %s", e)
+            elif not self._told_full:
+                self._told_full = True
+                log.warning("no segment can be made at present, blocks stay in memory: %s", e)
             return
+        self._told_full = False
         if folder is not None:
             folder.note_written()
         with self._counter_lock:

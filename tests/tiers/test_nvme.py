@@ -193,6 +193,24 @@ def test_three_write_errors_in_a_row_stop_new_segments_until_a_minute_has_passed
     store.close()
 
 
+def test_a_full_disk_is_told_once_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A tier that can make no segment is silent no longer; what it tries again every few seconds does not fill the log."""
+    store, _ = open_store(config_for(tmp_path))
+    store.register_realm(REALM)
+    for extent in (1, 2, 3):
+        store.add_extent(extent, SLOT, 16)
+    for time, extent in enumerate((1, 2), 1):
+        with monkeypatch.context() as patch:
+            patch.setattr("kvtierd.tiers.folder.Folder.free_bytes", lambda _: 16 * SLOT - 1)
+            for n in range(3):
+                assert store.write([block(REALM, n, n + 1, slot_id(extent, n))]) == [Result.NO_SPACE]
+        assert sum("no segment can be made" in record.getMessage() for record in caplog.records) == time
+        assert store.write([block(REALM, 9, 10, slot_id(extent, 0))]) == [Result.OK]
+    store.close()
+
+
 def test_a_full_disk_is_no_space_and_leaves_nothing_half_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_for(tmp_path)
     store, _ = open_store(config)
