@@ -20,6 +20,8 @@ from tests.vllm.runner import EngineProcess, Report, engine_environment
 
 HERE = Path(__file__).parent
 OTHER_SEED = 99
+NOT_PLAIN = ("kv_transfer_config", "pipeline_parallel_size", "tensor_parallel_size", "worker_cls")
+"""Arguments of ``vllm.LLM`` that a plain engine is made without."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -55,17 +57,17 @@ class Daemons:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._made: list[DaemonProcess] = []
+        self.made: list[DaemonProcess] = []
 
     def __call__(self, name: str = "daemon", start: bool = True, **config: dict[str, Any]) -> DaemonProcess:
         """A daemon in a folder of its own."""
         daemon = DaemonProcess(self._folder / name, config)
-        self._made.append(daemon)
+        self.made.append(daemon)
         return daemon.start() if start else daemon
 
     def close(self) -> None:
         """Kill them."""
-        for daemon in self._made:
+        for daemon in self.made:
             daemon.kill()
 
 
@@ -125,12 +127,14 @@ def module_engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines
 
 @pytest.fixture(scope="session")
 def baseline(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[list[int]]]:
-    """Output without kvtierd: ``baseline(arguments, prompts, max_tokens)`` runs an engine once for each distinct question."""
+    """Output without kvtierd: ``baseline(arguments, prompts, max_tokens)`` runs an engine once for each distinct question.
+
+    It is one of a single process, whatever the arguments say."""
     known: dict[str, list[list[int]]] = {}
     folder = tmp_path_factory.mktemp("baseline")
 
     def tokens(arguments: dict[str, Any], prompts: list[dict[str, Any]], max_tokens: int) -> list[list[int]]:
-        plain = {key: value for key, value in arguments.items() if key != "kv_transfer_config"}
+        plain = {key: value for key, value in arguments.items() if key not in NOT_PLAIN} | {"distributed_executor_backend": "uni"}
         asked = [{"tokens": prompt["tokens"]} for prompt in prompts]
         question = repr((sorted(plain.items()), asked, max_tokens))
         if question not in known:

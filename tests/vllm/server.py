@@ -76,13 +76,12 @@ class ApiServer:
             body: bytes = answer.read()
             return body.decode()
 
-    def complete(self, tokens: list[int], max_tokens: int, **more: Any) -> dict[str, Any]:
-        """Greedy completion of a prompt: ``{"tokens", "cached", "finish"}``."""
+    def complete(self, tokens: list[int], max_tokens: int, rank: int | None = None, **more: Any) -> dict[str, Any]:
+        """Greedy completion of a prompt: ``{"tokens", "cached", "finish"}``; by that engine of several, where a rank is named."""
         body = {"model": "tiny", "prompt": tokens, "max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True}
         body |= {"return_token_ids": True} | more
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
+        headers = {"Content-Type": "application/json"} | ({} if rank is None else {"X-data-parallel-rank": str(rank)})
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}/v1/completions", json.dumps(body).encode(), headers)
         try:
             with urllib.request.urlopen(request, timeout=ENGINE_TIMEOUT_S) as answer:
                 found = json.load(answer)
