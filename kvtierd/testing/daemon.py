@@ -40,6 +40,7 @@ class DaemonProcess:
         }
         for table, keys in (config or {}).items():
             self.config.setdefault(table, {}).update(keys)
+        self.command = [sys.executable, "-m", "kvtierd.cli"]
         self.process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -60,9 +61,7 @@ class DaemonProcess:
         path.write_text(tomli_w.dumps(self.config))
         env = {k: v for k, v in os.environ.items() if not k.startswith("KVTIERD_")}
         with self.log_path.open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "kvtierd.cli", "serve", "--config", str(path)], stdout=log, stderr=log, env=env
-            )
+            self.process = subprocess.Popen([*self.command, "serve", "--config", str(path)], stdout=log, stderr=log, env=env)
         return self.process
 
     def start(self, timeout_s: float = START_TIMEOUT_S) -> DaemonProcess:

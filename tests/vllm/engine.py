@@ -160,6 +160,79 @@ class Engine:
         """Forget the engine's own cached blocks and have the connector forget what was saved."""
         self.report["results"][step["name"]] = self.llm.reset_prefix_cache(reset_connector=True)
 
+    def do_try_reset(self, step: dict[str, Any]) -> None:
+        """Ask once to forget the engine's own cached blocks, whatever saves hold."""
+        self.report["results"][step["name"]] = self.llm.reset_prefix_cache()
+
+    def do_sleep(self, step: dict[str, Any]) -> None:
+        """Sleep and wake up again. CPUs keep weights and KV cache, the engine pauses and forgets its blocks as on any device."""
+        self.llm.sleep(level=step["level"])
+        self.llm.wake_up()
+
+    def do_soak(self, step: dict[str, Any]) -> None:
+        """Generate for ``prompts``, all at once, again and again for ``seconds``, forgetting the engine's own blocks in between.
+
+        The result has the seconds of the slowest round, the number of rounds, and each distinct output of each prompt.
+        """
+        prompts = [{"prompt_token_ids": wanted["tokens"]} for wanted in step["prompts"]]
+        params = [self._sampling(wanted, step) for wanted in step["prompts"]]
+        found: list[list[list[int]]] = [[] for _ in prompts]
+        slowest_s, rounds = 0.0, 0
+        until_s = time.monotonic() + step["seconds"]
+        while time.monotonic() < until_s:
+            began_s = time.monotonic()
+            for known, output in zip(found, self.llm.generate(prompts, params, use_tqdm=False), strict=True):
+                tokens = list(output.outputs[0].token_ids)
+                if tokens not in known:
+                    known.append(tokens)
+            slowest_s, rounds = max(slowest_s, time.monotonic() - began_s), rounds + 1
+            self.llm.reset_prefix_cache()
+        self.report["results"][step["name"]] = {"slowest_s": slowest_s, "rounds": rounds, "outputs": found}
+
+    def do_events(self, step: dict[str, Any]) -> None:
+        """Ask the engine's publisher for every KV event so far, over its replay socket ``endpoint``."""
+        import msgspec
+        import zmq
+        from vllm.distributed.kv_events import KVEventBatch
+
+        found: list[dict[str, Any]] = []
+        decoder = msgspec.msgpack.Decoder(KVEventBatch)
+        with zmq.Context() as context, context.socket(zmq.DEALER) as replay:
+            replay.setsockopt(zmq.LINGER, 0)
+            replay.setsockopt(zmq.RCVTIMEO, 60_000)
+            replay.connect(step["endpoint"])
+            replay.send_multipart([b"", (0).to_bytes(8, "big")])
+            while True:
+                *_, sequence, payload = replay.recv_multipart()
+                if int.from_bytes(sequence, "big", signed=True) < 0:
+                    break
+                for event in decoder.decode(payload).events:
+                    blocks = [str(block) for block in getattr(event, "block_hashes", [])]
+                    medium = getattr(event, "medium", None)
+                    found.append({"kind": type(event).__name__, "medium": medium, "blocks": blocks})
+        self.report["results"][step["name"]] = found
+
+    def do_held(self, step: dict[str, Any]) -> None:
+        """Note how many blocks the daemon holds."""
+        from kvtierd.testing.daemon import DaemonProcess
+
+        self.report["results"][step["name"]] = DaemonProcess(Path(step["daemon"])).status().blocks
+
+    def do_spoil(self, step: dict[str, Any]) -> None:
+        """Put the bytes of one block that the daemon holds under the key of another, as a client of this engine's namespace."""
+        from kvtierd.client import Client
+        from kvtierd.testing.daemon import DaemonProcess
+        from kvtierd.v1 import admin_pb2
+        from tests.vllm.faulty_connector import namespaces
+
+        daemon = DaemonProcess(Path(step["daemon"]))
+        with daemon.admin() as stub:
+            blocks = stub.ListBlocks(admin_pb2.ListBlocksRequest(page_size=1000), timeout=10).blocks
+        with Client(namespaces[-1], daemon.address, timeout_s=30, require=True) as client:
+            (wrong,) = client.load_bytes([blocks[0].key]).blocks[0]
+            assert client.evict([blocks[1].key]) > 0
+            assert client.save([blocks[1].key], [wrong]).saved == 1
+
     def do_barrier(self, step: dict[str, Any]) -> None:
         """Wait until the test says to go on."""
         self.control.wait(step["name"])
@@ -183,13 +256,14 @@ class Engine:
                 raise TimeoutError(f"the engine did not attach: vllm:kvtierd_attached is {attached}")
 
     def do_abort(self, step: dict[str, Any]) -> None:
-        """Begin requests for ``prompts``, take ``steps`` steps, and abort them."""
+        """Begin requests for ``prompts``, take ``steps`` steps with pauses of ``pause_s``, and abort them."""
         engine = self.llm.llm_engine
         names = [f"{step['name']}-{number}" for number in range(len(step["prompts"]))]
         for name, wanted in zip(names, step["prompts"], strict=True):
             engine.add_request(name, {"prompt_token_ids": wanted["tokens"]}, self._sampling(wanted, step))
         for _ in range(step["steps"]):
             engine.step()
+            time.sleep(step.get("pause_s", 0))
         engine.abort_request(names)
         self.report["results"][step["name"]] = {"unfinished": engine.has_unfinished_requests()}
 

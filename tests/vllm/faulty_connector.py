@@ -1,5 +1,7 @@
 """KvtierdConnector with faults in the copies between KV cache and slots, for tests.
 
+It also keeps the namespaces of its engines, for tests that talk to the daemon as another client of the same one.
+
 Named to vLLM by ``kv_connector_module_path``; the key ``kvtierd_test.faults`` of ``kv_connector_extra_config`` says what goes
 wrong once the KV cache has been registered (the connector's self-test at that moment must still see right copies)::
 
@@ -16,10 +18,24 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from kvtierd.client import Client
+from kvtierd.connectors.vllm import pools
 from kvtierd.connectors.vllm.connector import KvtierdConnector
 from kvtierd.connectors.vllm.copying import CpuBlockCopier
+from kvtierd.model import Namespace
 
 FAULTS = "kvtierd_test.faults"
+
+namespaces: list[Namespace] = []
+"""Of every client that a connector of this process has made."""
+
+
+class RememberedClient(Client):
+    """A client whose namespace tests can find."""
+
+    def __init__(self, namespace: Namespace, *args: Any, **kwargs: Any) -> None:
+        namespaces.append(namespace)
+        super().__init__(namespace, *args, **kwargs)
 
 
 class FaultyConnector(KvtierdConnector):
@@ -27,6 +43,7 @@ class FaultyConnector(KvtierdConnector):
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        pools.Client = RememberedClient  # type: ignore[misc]
         self._faults: dict[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config.get(FAULTS, {})
         self._put_back: Callable[[], None] = lambda: None
 

@@ -18,7 +18,7 @@ HEADS = 4
 HEAD_SIZE = 32
 MAX_TOKENS = 4096
 SEED = 1234
-ARCHITECTURES = ("llama", "qwen3", "gemma3", "deepseek", "bloom")
+ARCHITECTURES = ("llama", "repeating", "qwen3", "gemma3", "deepseek", "bloom")
 
 
 def make_model(folder: Path, architecture: str, seed: int = SEED, layers: int = 2) -> Path:
@@ -27,7 +27,8 @@ def make_model(folder: Path, architecture: str, seed: int = SEED, layers: int = 
     Args:
         folder: where to.
         architecture: one of ``ARCHITECTURES``. gemma3 has layers with a sliding window and layers without, so that the
-            engine makes two KV cache groups; deepseek has multi-head latent attention; bloom has
+            engine makes two KV cache groups; repeating is a llama with so narrow weights that it often repeats itself, as
+            guesses from what came before need; deepseek has multi-head latent attention; bloom has
             attention biased by distance (ALiBi), so that even exchanging two blocks of one prompt changes its output, which
             with rotated keys it does not.
         seed: other seeds give other weights of the same shape.
@@ -64,7 +65,8 @@ def _causal_model(transformers: Any, architecture: str, layers: int) -> Any:
         "tie_word_embeddings": False,
         "initializer_range": 0.3,
     }
-    if architecture == "llama":
+    if architecture in ("llama", "repeating"):
+        common["initializer_range"] = 0.3 if architecture == "llama" else 0.05
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(**common))
     if architecture == "qwen3":
         return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**common))
