@@ -19,7 +19,7 @@ from tests.vllm.runner import Report, llm_arguments, prompts, transfer_config
 from tests.vllm.server import ApiServer
 from tests.vllm.steps import FORGET, MAX_TOKENS, Baseline, blocks_of, engine, faulty, generate, settle, wait_until, wait_until_idle
 
-A, B, C = (prompts(seed=seed) for seed in (101, 103, 107))
+A, B, C, D = (prompts(seed=seed) for seed in (101, 103, 107, 109))
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +35,8 @@ def arguments(models: Path, daemon: DaemonProcess) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def plain(arguments: dict[str, Any], baseline: Baseline) -> dict[str, list[list[int]]]:
     """Output without kvtierd."""
-    tokens = baseline(arguments, A + B + C, MAX_TOKENS)
-    return {"A": tokens[:3], "B": tokens[3:6], "C": tokens[6:]}
+    tokens = baseline(arguments, A + B + C + D, MAX_TOKENS)
+    return {"A": tokens[:3], "B": tokens[3:6], "C": tokens[6:9], "D": tokens[9:]}
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,17 @@ def one_process(arguments: dict[str, Any], daemon: DaemonProcess, module_engines
 @pytest.fixture(scope="module")
 def apart(one_process: Report, arguments: dict[str, Any], daemon: DaemonProcess, module_engines: Engines) -> Report:
     """Engine core and worker in processes of their own."""
-    steps = [generate("A", A), generate("B", B), settle(daemon, blocks=20)]
+    steps = [
+        generate("A", A),
+        generate("B", B),
+        settle(daemon, blocks=20),
+        generate("D", D, one_by_one=False),
+        {"do": "sleep", "level": 1},
+        generate("awake", D),
+        settle(daemon, "settle awake", blocks=40),
+        FORGET,
+        generate("loaded", D),
+    ]
     llm = arguments | {"distributed_executor_backend": "mp"}
     return module_engines.run([engine("apart", llm, *steps)], multiprocess=True)
 
@@ -72,6 +82,16 @@ def test_engine_core_and_worker_apart(one_process: Report, apart: Report, plain:
     assert two.external("B") == two.external("A")
     assert two.metric("B", "vllm:kvtierd_loads{result=failed}") == 0
     assert two.results["settle"]["quiet"]
+
+
+def test_sleep_right_after_requests(apart: Report, plain: dict[str, list[list[int]]]) -> None:
+    """vLLM waits for the saves, forgets its blocks and has connectors forget: only what is saved after that is found."""
+    two = apart.only
+    assert two.tokens("D") == two.tokens("awake") == two.tokens("loaded") == plain["D"]
+    assert two.external("awake") == two.external("B")
+    assert two.cached("loaded") == [192] * 3
+    assert two.results["settle awake"]["quiet"]
+    assert two.metric("loaded", "vllm:kvtierd_hook_failures") == 0
 
 
 def test_api_server(server: ApiServer, plain: dict[str, list[list[int]]]) -> None:
