@@ -23,8 +23,11 @@ FILES = {
     "test_error_propagation": 2,
     "test_cache_pollution_prevention": 1,
     "test_kv_connector_lifecycle": 1,
+    "test_multi_connector": 20,
 }
 """Files and the least number of tests that pass in each."""
+NEEDS_ITS_MODEL = "test_multi_example_connector_consistency"
+"""Counts the blocks of a text as the tokenizer of a model that is not here cuts it."""
 
 
 def test_scheduler_contract(models: Path, daemons: Daemons, tmp_path: Path) -> None:
@@ -46,7 +49,7 @@ def test_scheduler_contract(models: Path, daemons: Daemons, tmp_path: Path) -> N
                 "-c",
                 str(tmp_path / "pytest.ini"),
             ),
-            *("--rootdir", str(UPSTREAM), f"--junitxml={tmp_path / 'results.xml'}"),
+            *("--rootdir", str(UPSTREAM), f"--junitxml={tmp_path / 'results.xml'}", "-k", f"not {NEEDS_ITS_MODEL}"),
             *(str(folder / f"{name}.py") for name in FILES),
         ],
         cwd=UPSTREAM,
@@ -68,4 +71,5 @@ def test_scheduler_contract(models: Path, daemons: Daemons, tmp_path: Path) -> N
     passed = [case.get("classname", "") for case in cases if len(case) == 0]
     for name, least in FILES.items():
         assert sum(name in classname for classname in passed) >= least, f"{name}:\n{result.stdout[-3000:]}"
-    assert int((tmp_path / "count").read_text()) >= len(passed) / 2, "the tests made hardly any connector of kvtierd"
+    ours = [classname for classname in passed if "test_multi_connector" not in classname]  # most of which take others
+    assert int((tmp_path / "count").read_text()) >= len(ours) / 2, "the tests made hardly any connector of kvtierd"
