@@ -11,6 +11,7 @@ import pytest
 
 from kvtierd.core.block import Block, Copy
 from kvtierd.core.commands import Move, Priority, StartMoves
+from kvtierd.core.order import Order
 from kvtierd.core.realm import Realm, Tenant
 from kvtierd.errors import StartupError
 from kvtierd.model import Namespace, Result, Tier
@@ -18,7 +19,7 @@ from kvtierd.tiers.base import BlockIo
 from kvtierd.transfer.executor import BATCH_BYTES, Executor, MoveReport
 
 SIZE = 1 << 20
-REALM = Realm(1, Tenant("t"), Namespace(shard_bytes=(SIZE,)))
+REALM = Realm(1, Tenant("t"), Namespace(shard_bytes=(SIZE,)), tuple(Order() for _ in Tier))
 
 
 class GatedStore:
