@@ -138,7 +138,7 @@ class NvmeConfig(_Section):
         pattern="^(all|second-use)$",
         description="What is written once the tier is full: every block, or those that are used a second time.",
     )
-    second_use_window: Duration = Field(3600.0, description="Time within which a second use counts.")
+    second_use_window: Duration = Field(1800.0, description="Time within which a second use counts.")
     write_budget: Size = Field(
         0, description="Bytes a day; when they are used up, only what is used a second time is written. 0 means no limit."
     )

@@ -71,7 +71,7 @@ def _policy_options(function: F) -> F:
             click.option(
                 "--second-use-window",
                 type=duration,
-                default="1h",
+                default="30min",
                 show_default=True,
                 metavar="DURATION",
                 help="Time for a second use.",

@@ -34,6 +34,6 @@ class CoreConfig:
     """Credit for the blocks of requests that matched at least two known ones; with "lru" only."""
     second_use: bool = False
     """Once NVMe is full, admit only blocks that are used a second time within ``second_use_window_s``."""
-    second_use_window_s: float = 3600.0
+    second_use_window_s: float = 1800.0
     write_budget_bytes: int = 0
     """Bytes a day that NVMe may be written without asking for a second use; 0 for no limit."""

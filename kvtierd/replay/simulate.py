@@ -51,7 +51,7 @@ class SimSettings:
     eviction: str = "lru"
     turn_bonus_s: float = 0.0
     second_use: bool = False
-    second_use_window_s: float = 3600.0
+    second_use_window_s: float = 1800.0
     write_budget_bytes: int = 0
     nvme_bytes_per_s: float = 0.0
     """Bandwidth of NVMe each way; 0 for moves that take no time."""
