@@ -1,4 +1,4 @@
-"""Save and load through shared memory against one thread that copies memory.
+"""Save and load through shared memory, as a client does by default, against one thread that copies memory.
 
 Source, target and pool are each larger than the last-level cache and are walked through in turn, so that neither side finds its
 bytes in a cache. The copy that serves as limit moves as many bytes in pieces of the same size, right before or after.
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from kvtierd.bench.measure import COPY_TARGET, GB, MIB, BenchError, Report, Row, digits, last_level_cache_bytes, median, spread
 from kvtierd.client.client import Client
+from kvtierd.client.copying import DEFAULT_COPY_THREADS
 from kvtierd.model import KEY_BYTES, Namespace
 
 REQUEST_BYTES: Final = 64 * MIB
@@ -95,6 +96,7 @@ def measure(
     """
     source = _filled(plan.buffer_bytes)
     target = np.ones(plan.buffer_bytes, np.uint8)
+    report.put("copy_threads", value=DEFAULT_COPY_THREADS)
     memcpy: dict[int, list[float]] = {}
     for mib in plan.chunk_mib:
         with serve() as address:

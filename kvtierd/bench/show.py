@@ -23,13 +23,16 @@ def show(report: Report, console: Console) -> None:
     speeds = [row for row in report.rows if row.unit == "GB/s"]
     others = [row for row in report.rows if row.unit != "GB/s"]
     if speeds:
-        console.print(_speeds(speeds))
+        console.print(_speeds(speeds, report.values.get("copy_threads")))
     if others:
         console.print(_costs(others, report.values.get("index_blocks", SMALL_INDEX)))
 
 
-def _speeds(rows: list[Row]) -> Table:
-    table = Table(title="Speed against the machine's own, medians", caption="machine: a copy by one thread, or raw O_DIRECT")
+def _speeds(rows: list[Row], copy_threads: object) -> Table:
+    caption = "machine: a copy by one thread, or raw O_DIRECT"
+    if copy_threads is not None:
+        caption += f"; the client copies with {copy_threads}"
+    table = Table(title="Speed against the machine's own, medians", caption=caption)
     table.add_column("measured")
     for name in ("machine GB/s", "kvtierd GB/s", "ratio", "target"):
         table.add_column(name, justify="right")

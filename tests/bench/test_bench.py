@@ -41,6 +41,7 @@ def assert_positive(value: Any) -> None:
 
 def test_everything_is_measured_and_nothing_is_left(disk: Path) -> None:
     found = run_bench(*TINY, "--folder", str(disk))
+    assert found["copy_threads"] >= 1
     for key in ("memcpy_gb_per_s", "save_gb_per_s", "load_gb_per_s", "save_2_chunks_gb_per_s", "load_2_chunks_gb_per_s"):
         assert set(found[key]) == {"1", "2"}
         assert_positive(found[key])
