@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 import click
 
@@ -15,10 +15,13 @@ from kvtierd.config import Config, load_config, parse_duration
 from kvtierd.errors import ConfigError
 from kvtierd.model import KEY_BYTES, Tier
 
-__all__ = ["TIER", "Settings", "admin_options", "config_option", "duration", "hex_start", "json_option", "key"]
+__all__ = ["TIER", "Settings", "admin_options", "config_option", "duration", "every_option", "hex_start", "json_option", "key"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+MIN_INTERVAL_S: Final = 0.2
+"""Shortest time between two looks at a daemon."""
 
 
 @dataclass
@@ -134,3 +137,17 @@ def config_option(function: Callable[..., R]) -> Callable[..., R]:
 def json_option(text: str = "Write JSON.") -> Callable[[Callable[..., R]], Callable[..., R]]:
     """``--json``."""
     return click.option("--json", "as_json", is_flag=True, help=text)
+
+
+def every_option(text: str = "Time between two looks.") -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """``--every``: seconds between two looks at a daemon, ``MIN_INTERVAL_S`` at least, as ``every_s``."""
+    return click.option(
+        "--every",
+        "every_s",
+        type=duration,
+        default="2s",
+        show_default=True,
+        metavar="DURATION",
+        callback=lambda _ctx, _option, every_s: max(every_s, MIN_INTERVAL_S),
+        help=text,
+    )

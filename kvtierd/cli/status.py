@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.text import Text
 
 from kvtierd.cli.connection import AdminConnection
-from kvtierd.cli.options import Settings, admin_options, duration, json_option
+from kvtierd.cli.options import Settings, admin_options, every_option, json_option
 from kvtierd.cli.output import (
     clean,
     console,
@@ -31,7 +31,6 @@ __all__ = ["render_status", "status", "status_json"]
 
 MAX_ROWS: Final = 50
 """Tenants and sessions in a table; the rest is counted. JSON has all."""
-MIN_INTERVAL_S: Final = 0.2
 
 
 @click.command()
@@ -39,15 +38,7 @@ MIN_INTERVAL_S: Final = 0.2
 @json_option("Write JSON; with --watch one object a line.")
 @click.option("--tenant", metavar="NAME", help="Only this tenant and its sessions.")
 @click.option("--watch", is_flag=True, help="Show it again and again until Ctrl-C; in a pipe one snapshot after the other.")
-@click.option(
-    "--every",
-    "every_s",
-    type=duration,
-    default="2s",
-    show_default=True,
-    metavar="DURATION",
-    help="Time between two looks of --watch.",
-)
+@every_option("Time between two looks of --watch.")
 @click.pass_context
 def status(ctx: click.Context, as_json: bool, tenant: str | None, watch: bool, every_s: float) -> None:
     """Show tiers, tenants, sessions and counters of a daemon."""
@@ -63,7 +54,7 @@ def status(ctx: click.Context, as_json: bool, tenant: str | None, watch: bool, e
         elif not watch or not console().is_terminal:
             console().print(render_status(answer, daemon.address))
         if watch:
-            _watch(daemon, tenant, answer, max(every_s, MIN_INTERVAL_S), as_json)
+            _watch(daemon, tenant, answer, every_s, as_json)
 
 
 def _ask(daemon: AdminConnection, tenant: str | None) -> admin_pb2.GetStatusResponse:

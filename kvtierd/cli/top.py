@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.text import Text
 
 from kvtierd.cli.connection import AdminConnection
-from kvtierd.cli.options import Settings, admin_options, duration, json_option
+from kvtierd.cli.options import Settings, admin_options, every_option, json_option
 from kvtierd.cli.output import clean, console, format_bytes, format_count, format_seconds, make_table
 from kvtierd.cli.rates import Scrape, Window, parse
 from kvtierd.errors import DaemonUnavailableError
@@ -21,7 +21,6 @@ from kvtierd.v1 import admin_pb2
 
 __all__ = ["top"]
 
-MIN_INTERVAL_S: Final = 0.2
 MAX_TENANTS: Final = 20
 """Rows of tenants, the busiest first; JSON has all."""
 TIERS: Final = tuple(tier.name.lower() for tier in Tier)
@@ -39,15 +38,7 @@ TIMES: Final[tuple[tuple[str, str, dict[str, str]], ...]] = (
 @click.command()
 @admin_options
 @json_option("Write one JSON object a line.")
-@click.option(
-    "--every",
-    "every_s",
-    type=duration,
-    default="2s",
-    show_default=True,
-    metavar="DURATION",
-    help="Time between two looks; rates are over it.",
-)
+@every_option("Time between two looks; rates are over it.")
 @click.option("--count", type=click.IntRange(min=1), help="End after so many looks; without it Ctrl-C ends.")
 @click.pass_context
 def top(ctx: click.Context, as_json: bool, every_s: float, count: int | None) -> None:
@@ -55,7 +46,6 @@ def top(ctx: click.Context, as_json: bool, every_s: float, count: int | None) ->
 
     Rates and latencies are those between two looks. In a pipe one look is printed after the other.
     """
-    every_s = max(every_s, MIN_INTERVAL_S)
     with ctx.ensure_object(Settings).connect() as daemon:
         # The first look fails like any other command, so that a wrong address does not end in an endless wait.
         before = _scrape(daemon)

@@ -163,22 +163,26 @@ class Simulation:
 
     def _settle(self) -> None:
         """Run the core's commands, and let loads go on that have news, until there is nothing left to do."""
-        core = self.core
         while True:
-            while commands := core.take_commands():
-                for command in commands:
-                    if isinstance(command, StartMoves):
-                        self._start(command)
-                    elif isinstance(command, RetireExtent):
-                        core.extent_released(self._now, command.tier, command.extent_id)
-                    elif isinstance(command, Progress):
-                        self._news[command.ticket] = None
+            self._run_commands()
             if not self._news:
                 return
             ticket = next(iter(self._news))
             del self._news[ticket]
             if ticket in self._loads:
                 self._read(ticket)
+
+    def _run_commands(self) -> None:
+        """Do what the core wants done."""
+        core = self.core
+        while commands := core.take_commands():
+            for command in commands:
+                if isinstance(command, StartMoves):
+                    self._start(command)
+                elif isinstance(command, RetireExtent):
+                    core.extent_released(self._now, command.tier, command.extent_id)
+                elif isinstance(command, Progress):
+                    self._news[command.ticket] = None
 
     def _start(self, command: StartMoves) -> None:
         per_s = self._settings.nvme_bytes_per_s
@@ -249,11 +253,11 @@ class Simulation:
         while patience:
             self._now += STEP_S
             grant = core.save(self._now, load.session, load.realm, load.keys)
-            self._settle_saves()
+            self._run_commands()  # loads go on after the save
             outcomes = Counter(core.settle(load.session, grant).outcomes)
             if grant.ticket_id:
                 core.commit(self._now, load.session, grant.ticket_id)
-                self._settle_saves()
+                self._run_commands()  # loads go on after the save
             self._outcome.saved += outcomes[GRANTED]
             more = outcomes[BUSY] + outcomes[LIMIT]
             before, present = present, outcomes[GRANTED] + outcomes[HELD]
@@ -262,20 +266,6 @@ class Simulation:
             patience = SAVE_TRIES if present > before else patience - 1
         self._outcome.unsaved += len(load.keys) - present
         self._settle()
-
-    def _settle_saves(self) -> None:
-        """Run commands in the middle of a save; loads go on after it."""
-        news, self._news = self._news, {}
-        core = self.core
-        while commands := core.take_commands():
-            for command in commands:
-                if isinstance(command, StartMoves):
-                    self._start(command)
-                elif isinstance(command, RetireExtent):
-                    core.extent_released(self._now, command.tier, command.extent_id)
-                elif isinstance(command, Progress):
-                    news[command.ticket] = None
-        self._news = news
 
     # ---- figures
 

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 import grpc
-from prometheus_client import generate_latest
 
 from kvtierd import __version__
 from kvtierd.config import Config
@@ -126,9 +125,7 @@ class AdminServicer(admin_pb2_grpc.KvTierAdminServiceServicer):
         """See the proto."""
 
         async def work() -> pb.GetMetricsResponse:
-            self._metrics.refresh()
-            text = await asyncio.to_thread(generate_latest, self._metrics.registry)
-            return pb.GetMetricsResponse(text=text.decode())
+            return pb.GetMetricsResponse(text=(await self._metrics.text()).decode())
 
         return await self._checked(context, work())
 

@@ -7,7 +7,6 @@ time, so that a scrape does not hold up the event loop.
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import logging
 import os
@@ -65,7 +64,6 @@ class MetricsServer:
         self._metrics = metrics
         self._ready = ready
         self._runner: web.AppRunner | None = None
-        self._scrape_lock = asyncio.Lock()
         self._scrapes = 0
         self._requests = 0
 
@@ -123,9 +121,7 @@ class MetricsServer:
         encoder, content_type = choose_encoder(request.headers.get("Accept", ""))
         self._scrapes += 1
         try:
-            async with self._scrape_lock:
-                self._metrics.refresh()
-                body = await asyncio.to_thread(encoder, self._metrics.registry)
+            body = await self._metrics.text(encoder)
         except Exception:
             _log.exception("cannot write the metrics")
             return web.Response(status=500, text="cannot write the metrics; the daemon's log has the details\n")

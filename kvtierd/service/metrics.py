@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final, Protocol, get_args
 
 import grpc
-from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
@@ -150,6 +150,7 @@ class Metrics(Collector):
         self._counts: CoreCounts | None = None
         self._ready: Callable[[], tuple[bool, str]] | None = None
         self._snapshot: StatsSnapshot | None = None
+        self._writing = asyncio.Lock()
         self._counters: list[CounterVec] = []
         self._histograms: list[HistogramVec] = []
         self._make_tenant_vecs()
@@ -407,6 +408,12 @@ class Metrics(Collector):
         for pair, edge in self._edges.items():
             edge.blocks.value, edge.failures.value = blocks[pair], failures[pair]
             edge.moved_bytes.value = counts.move_bytes.get(pair, 0)
+
+    async def text(self, encoder: Callable[[CollectorRegistry], bytes] = generate_latest) -> bytes:
+        """A scrape, in Prometheus's text format or the encoder's: written in a worker thread, one at a time. For the event loop."""
+        async with self._writing:
+            self.refresh()
+            return await asyncio.to_thread(encoder, self.registry)
 
     def totals(self) -> dict[str, float]:
         """Each counter's total over all its labels, by name: what GetStatus calls counters. Read on the event loop."""
