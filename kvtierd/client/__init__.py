@@ -15,6 +15,7 @@ from kvtierd.client.control import Pin, Prefetch
 from kvtierd.client.extents import ExtentMap
 from kvtierd.client.keys import block_keys
 from kvtierd.client.loading import Fetch
+from kvtierd.client.probing import Prober
 from kvtierd.client.results import ClientStatus, LoadedBytes, LoadResult, LookupResult, SaveResult
 from kvtierd.client.saving import Reservation
 from kvtierd.errors import DaemonUnavailableError, KvtierdError, Reason, RequestError
@@ -37,6 +38,7 @@ __all__ = [
     "Namespace",
     "Pin",
     "Prefetch",
+    "Prober",
     "Reason",
     "RequestError",
     "Reservation",

@@ -69,6 +69,7 @@ class ExtentMap:
     Attributes:
         boot_epoch: boot of the daemon.
         slot_bytes: bytes of one slot of each shard.
+        existing: extents that there were for this process when it joined; to map them ahead saves their first users the time.
 
     Raises:
         DaemonUnavailableError: the daemon does not answer.
@@ -116,6 +117,7 @@ class ExtentMap:
         self._socket, joined = DescriptorSocket.join(os.fspath(descriptor_socket), join, timeout_s)
         self.boot_epoch: int = joined.boot_epoch
         self.slot_bytes: tuple[int, ...] = tuple(joined.slot_bytes)
+        self.existing: tuple[int, ...] = tuple(joined.extents)
         self._thread = threading.Thread(target=self._read, name="kvtierd-client-extents", daemon=True)
         self._thread.start()
 

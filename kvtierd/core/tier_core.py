@@ -152,6 +152,13 @@ class TierCore:
         masks = masks if first_miss < 0 else masks[:first_miss]
         return len(masks), masks
 
+    def expect(self, now: float, realm: Realm, key: bytes, count: int) -> bool:
+        """Whether a load of ``count`` blocks from ``key`` on would find any. If not, it counts as made: its blocks as missed."""
+        held, _ = self.lookup(now, realm, [key])
+        if not held:
+            realm.tenant.misses += count
+        return bool(held)
+
     # ---- save
 
     def save(self, now: float, session: Session, realm: Realm, keys: list[bytes], ttl_s: float | None = None) -> SaveGrant:

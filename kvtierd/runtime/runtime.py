@@ -342,6 +342,17 @@ class Runtime:
         """What is held now; see ``TierCore.lookup_packed``. Changes nothing."""
         return self.core.lookup_packed(self.now(), realm, packed, each=each)
 
+    def probe(self, attached: Attached, tenant: str, key: bytes, count: int) -> bool:
+        """Whether a load of ``count`` blocks that begins with ``key`` would find that one; see ``TierCore.expect``."""
+        if not tenant or tenant == attached.tenant:
+            realm = attached.core.realm
+        else:
+            realm_id = self.core.state.realm_ids.get((tenant, attached.namespace.fingerprint()))
+            if realm_id is None:
+                return False  # nothing was ever saved there
+            realm = self.core.state.realms[realm_id]
+        return self.core.expect(self.now(), realm, key, count)
+
     async def save(
         self, attached: Attached, realm: Realm, keys: list[bytes], wait_s: float, ttl_s: float | None = None
     ) -> SaveGrant:

@@ -6,7 +6,7 @@ import logging
 import os
 
 from kvtierd.errors import Reason, RequestError
-from kvtierd.model import Tier
+from kvtierd.model import KEY_BYTES, MAX_KEYS_PER_CALL, Tier
 from kvtierd.runtime import Runtime
 from kvtierd.runtime.sessions import MAX_PROCESSES
 from kvtierd.service.fdconnection import ExtentInfo, JoinGrant
@@ -37,7 +37,9 @@ class RuntimeAuthority:
             attached.nodes[shard] = numa_node
         what = "pins memory" if pins_memory else "pins no memory"
         log.debug("pid %d joined session %d as shard %d (NUMA node %d, %s)", pid, attached.session_id, shard, numa_node, what)
-        return JoinGrant(self._rt.boot_epoch, attached.namespace.slot_bytes, attached.session_id)
+        extents = self._rt.core.state.pools[Tier.CPU].extents
+        theirs = [i for i, e in extents.items() if e.group.realm_id in attached.realm_ids and shard in (-1, e.group.shard)]
+        return JoinGrant(self._rt.boot_epoch, attached.namespace.slot_bytes, attached.session_id, theirs)
 
     def may_map(self, session_id: int, extent_id: int, shard: int) -> ExtentInfo | None:
         """An extent of one of the session's realms, of the process's shard."""
@@ -48,6 +50,15 @@ class RuntimeAuthority:
         if shard not in (-1, extent.group.shard):
             return None
         return ExtentInfo(extent.size_bytes, extent.slot_bytes, extent.group.shard, self._rt.cpu.fd(extent_id))
+
+    def probe(self, session_id: int, tenant: str, key: bytes, count: int) -> bool:
+        """Whether a load would find its first block."""
+        attached = self._rt.sessions.by_id(session_id)
+        if attached is None:
+            raise RequestError(Reason.UNKNOWN_SESSION, "the session has ended; attach again")
+        if len(key) != KEY_BYTES:
+            raise RequestError(Reason.BAD_KEY, f"a key takes {KEY_BYTES} bytes; got {len(key)}")
+        return self._rt.probe(attached, tenant, key, min(count, MAX_KEYS_PER_CALL))
 
     def unmapped(self, conn_id: int, extent_ids: list[int]) -> None:
         """Nothing to do: the server itself keeps track of who holds what."""

@@ -32,6 +32,7 @@ class JoinGrant:
     boot_epoch: int
     slot_bytes: Sequence[int]
     session_id: int
+    extents: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,13 @@ class Authority(Protocol):
 
     def may_map(self, session_id: int, extent_id: int, shard: int) -> ExtentInfo | None:
         """An extent that a session's process for this shard (-1: for all) may map; None when it may not, or there is none."""
+
+    def probe(self, session_id: int, tenant: str, key: bytes, count: int) -> bool:
+        """Whether a load of ``count`` blocks would find the first of them; if not, all of them count as missed.
+
+        Raises:
+            RequestError: the session has ended, or the key is none.
+        """
 
     def unmapped(self, conn_id: int, extent_ids: list[int]) -> None:
         """A process says that it maps these no more."""

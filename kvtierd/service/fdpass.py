@@ -35,6 +35,8 @@ MAX_STRANGERS: Final = 256
 """Connections that have not joined yet. One more takes the place of the oldest one of the user who has the most."""
 MAX_EXTENTS_PER_PACKET: Final = 64
 """Extents in one MapExtents; the kernel passes at most 253 descriptors in one packet."""
+MAX_EXTENTS_TOLD: Final = 4096
+"""Extents named to a process that joins."""
 MAX_PACKET_BYTES: Final = 16 << 10
 MAX_UNMAPPED_PER_PACKET: Final = 2048
 MAX_REVOKED_PER_PACKET: Final = 1024
@@ -237,6 +239,7 @@ class DescriptorServer:
             "join": self._join,
             "map": self._map,
             "unmapped": self._unmapped,
+            "probe": self._probe,
         }
         if kind not in serve:
             raise RequestError(Reason.BAD_REQUEST, "the packet has no known message")
@@ -257,7 +260,7 @@ class DescriptorServer:
         )
         connection.join(grant.session_id, join.shard)
         self._timers.pop(connection.conn_id).cancel()
-        joined = pb.Joined(boot_epoch=grant.boot_epoch, slot_bytes=grant.slot_bytes)
+        joined = pb.Joined(boot_epoch=grant.boot_epoch, slot_bytes=grant.slot_bytes, extents=grant.extents[:MAX_EXTENTS_TOLD])
         self._send(connection, pb.DescriptorResponse(joined=joined))
 
     def _map(self, connection: Connection, request: pb.DescriptorRequest) -> None:
@@ -278,6 +281,11 @@ class DescriptorServer:
             fds.append(info.fd)
             connection.given.add(extent_id)
         self._send(connection, pb.DescriptorResponse(extents=answer), fds)
+
+    def _probe(self, connection: Connection, request: pb.DescriptorRequest) -> None:
+        probe = request.probe
+        held = self._authority.probe(connection.session_id, probe.tenant, probe.key, probe.count)
+        self._send(connection, pb.DescriptorResponse(probed=pb.Probed(id=probe.id, held=held)))
 
     def _unmapped(self, connection: Connection, request: pb.DescriptorRequest) -> None:
         extent_ids = list(request.unmapped.extents)

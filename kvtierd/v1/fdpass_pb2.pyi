@@ -7,14 +7,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class DescriptorRequest(_message.Message):
-    __slots__ = ("join", "map", "unmapped")
+    __slots__ = ("join", "map", "unmapped", "probe")
     JOIN_FIELD_NUMBER: _ClassVar[int]
     MAP_FIELD_NUMBER: _ClassVar[int]
     UNMAPPED_FIELD_NUMBER: _ClassVar[int]
+    PROBE_FIELD_NUMBER: _ClassVar[int]
     join: Join
     map: MapExtents
     unmapped: ExtentsUnmapped
-    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., map: _Optional[_Union[MapExtents, _Mapping]] = ..., unmapped: _Optional[_Union[ExtentsUnmapped, _Mapping]] = ...) -> None: ...
+    probe: Probe
+    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., map: _Optional[_Union[MapExtents, _Mapping]] = ..., unmapped: _Optional[_Union[ExtentsUnmapped, _Mapping]] = ..., probe: _Optional[_Union[Probe, _Mapping]] = ...) -> None: ...
 
 class Join(_message.Message):
     __slots__ = ("session", "shard", "pins_memory", "numa_node")
@@ -40,25 +42,49 @@ class ExtentsUnmapped(_message.Message):
     extents: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, extents: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class Probe(_message.Message):
+    __slots__ = ("id", "tenant", "key", "count")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    tenant: str
+    key: bytes
+    count: int
+    def __init__(self, id: _Optional[int] = ..., tenant: _Optional[str] = ..., key: _Optional[bytes] = ..., count: _Optional[int] = ...) -> None: ...
+
 class DescriptorResponse(_message.Message):
-    __slots__ = ("joined", "extents", "revoked", "error")
+    __slots__ = ("joined", "extents", "revoked", "error", "probed")
     JOINED_FIELD_NUMBER: _ClassVar[int]
     EXTENTS_FIELD_NUMBER: _ClassVar[int]
     REVOKED_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    PROBED_FIELD_NUMBER: _ClassVar[int]
     joined: Joined
     extents: ExtentDescriptors
     revoked: Revoked
     error: DescriptorError
-    def __init__(self, joined: _Optional[_Union[Joined, _Mapping]] = ..., extents: _Optional[_Union[ExtentDescriptors, _Mapping]] = ..., revoked: _Optional[_Union[Revoked, _Mapping]] = ..., error: _Optional[_Union[DescriptorError, _Mapping]] = ...) -> None: ...
+    probed: Probed
+    def __init__(self, joined: _Optional[_Union[Joined, _Mapping]] = ..., extents: _Optional[_Union[ExtentDescriptors, _Mapping]] = ..., revoked: _Optional[_Union[Revoked, _Mapping]] = ..., error: _Optional[_Union[DescriptorError, _Mapping]] = ..., probed: _Optional[_Union[Probed, _Mapping]] = ...) -> None: ...
 
 class Joined(_message.Message):
-    __slots__ = ("boot_epoch", "slot_bytes")
+    __slots__ = ("boot_epoch", "slot_bytes", "extents")
     BOOT_EPOCH_FIELD_NUMBER: _ClassVar[int]
     SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    EXTENTS_FIELD_NUMBER: _ClassVar[int]
     boot_epoch: int
     slot_bytes: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, boot_epoch: _Optional[int] = ..., slot_bytes: _Optional[_Iterable[int]] = ...) -> None: ...
+    extents: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, boot_epoch: _Optional[int] = ..., slot_bytes: _Optional[_Iterable[int]] = ..., extents: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Probed(_message.Message):
+    __slots__ = ("id", "held")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    held: bool
+    def __init__(self, id: _Optional[int] = ..., held: bool = ...) -> None: ...
 
 class ExtentDescriptors(_message.Message):
     __slots__ = ("extents", "unknown")

@@ -121,6 +121,7 @@ def main():
     parser.add_argument("--cpu-gib", type=int, default=16, help="CPU memory of the OffloadingConnector")
     parser.add_argument("--extra", default="{}", help="more of kv_connector_extra_config, as JSON")
     parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--only-prefill", action="store_true", help="leave the requests that decode out")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--prefills", type=int, default=8)
     parser.add_argument("--prefill-tokens", type=int, default=8192)
@@ -134,7 +135,7 @@ def main():
     engines = {mode: engine(args, mode) for mode in modes}
     work = Work(args)
     report = {"model": "small" if args.small else "Llama-3.1-8B shape", "graphs": args.graphs, "rounds": args.rounds}
-    for kind in ("prefill", "prefill and decoding"):
+    for kind in ("prefill", "prefill and decoding")[: 1 if args.only_prefill else 2]:
         times = {}
         for number in range(-1, args.rounds):  # one more that does not count
             for mode in sorted(modes, reverse=bool(number % 2)):

@@ -187,6 +187,29 @@ class FakeClient:
         return SimpleNamespace(pinned=min(count, self.pinnable))
 
 
+class FakeProber:
+    """Answers when it is told to. ``held`` says what there is."""
+
+    def __init__(self, held: set[bytes]) -> None:
+        self.held = held
+        self.answers = True
+        self.closed = self.full = False
+        self.asked: list[tuple[bytes, int, str]] = []
+        self.forgotten: list[int] = []
+
+    def ask(self, key: bytes, count: int, tenant: str = "") -> int | None:
+        if self.full:
+            return None
+        self.asked.append((key, count, tenant))
+        return len(self.asked)
+
+    def answer(self, number: int) -> bool | None:
+        return self.asked[number - 1][0] in self.held if self.answers else None
+
+    def forget(self, number: int) -> None:
+        self.forgotten.append(number)
+
+
 class Parts:
     """A context with stand-ins.
 
@@ -204,7 +227,10 @@ class Parts:
         self.pool = BlockPool(blocks, True, BLOCK)
         self.counts: Counter[str] = Counter()
         made = plan(windows, ranks)
-        pools = SimpleNamespace(plan=made, clients=[self.client], attached=True, reachable=True)
+        self.prober: FakeProber | None = None
+        pools = SimpleNamespace(
+            plan=made, clients=[self.client], attached=True, reachable=True, prober=lambda pool, calls: self.prober
+        )
         self.pools = pools
         keys = Keys(CHUNK, BLOCK, len(windows), own_chain=False)
         defaults = {"gate": False, "max_held_fraction": 0.5}

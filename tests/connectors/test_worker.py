@@ -21,6 +21,8 @@ pytest.importorskip("vllm.v1.core.sched.async_scheduler", reason="vLLM is not in
 from kvtierd.client import Client
 from kvtierd.connectors.vllm.background import Background
 from kvtierd.connectors.vllm.metadata import KvtierdMetadata, LoadJob
+from kvtierd.connectors.vllm.worker import WorkerSide
+from kvtierd.errors import Reason, RequestError
 from kvtierd.testing.daemon import DaemonProcess
 from tests.connectors.one_worker import PATIENCE_S, Worker, put
 
@@ -51,6 +53,51 @@ def test_blocks_that_take_no_part_are_left_alone(workers: Callable[..., Worker],
     worker.step(loads=[worker.load((-1, 5))])
     assert worker.loaded() == ({"r"}, set(), set())
     assert [worker.content(b) for b in range(7)] == [*kept[:5], kept[1], kept[6]]
+
+
+def test_memory_from_before_is_mapped_ahead(
+    workers: Callable[..., Worker], own_daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the first loads after an engine's restart need not wait until it is pinned."""
+    before = workers(own_daemon)
+    put(before, 0, (0, 1))
+    monkeypatch.setattr(WorkerSide, "_pins_memory", True)
+    after = WorkerSide(before.side._config, before.side._kv_cache_config, (0, 0), 1)
+    after.register(before.cache.tensors)
+    try:
+        after.start_loads(KvtierdMetadata(sessions=[before.session()]))
+        until_s = time.monotonic() + PATIENCE_S
+        while not ((joined := after._sessions.get(before.client.session_token)) and joined._extents):
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+        while not joined._extents.mapped_extents or joined._users:
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+        assert joined._extents.mapped_extents == set(joined._extents.existing)
+    finally:
+        after.close()
+
+
+def test_mapping_ahead_ends_with_the_session(
+    workers: Callable[..., Worker], daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = workers(daemon)
+    joined = worker.side._sessions[worker.client.session_token]
+    extents = joined.enter(worker.side._connect, time.monotonic() + 10)
+    asked: list[list[int]] = []
+
+    def gone(extent_ids: list[int], timeout_s: float) -> None:
+        asked.append(extent_ids)
+        if len(asked) == 2:
+            joined.retire()
+        raise RequestError(Reason.NOT_FOUND, "gone")
+
+    monkeypatch.setattr(extents, "existing", (1, 2, 3))
+    monkeypatch.setattr(extents, "map", gone)
+    worker.side._map_ahead(joined, extents)
+    assert asked == [[1], [2]], "one that is gone keeps the others from nothing"
+    assert not joined._users
+    assert extents.closed
 
 
 def test_each_rank_has_its_own_slots(workers: Callable[..., Worker], daemon: DaemonProcess) -> None:

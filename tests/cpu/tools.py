@@ -74,6 +74,7 @@ class Authority:
         self.unmappings: list[tuple[int, list[int]]] = []
         self.released: list[int] = []
         self.asked: list[int] = []
+        self.probes: list[tuple[int, str, bytes, int]] = []
         self.fail_with: Exception | None = None
 
     def join(self, session: bytes, shard: int, pins_memory: bool, numa_node: int, pid: int, uid: int, conn_id: int) -> JoinGrant:
@@ -83,6 +84,10 @@ class Authority:
             raise RequestError(Reason.UNKNOWN_SESSION, "no such session; attach again")
         self.joins.append({"shard": shard, "pins": pins_memory, "node": numa_node, "pid": pid, "uid": uid, "conn_id": conn_id})
         return JoinGrant(77, (SLOT, SLOT), self.sessions[session])
+
+    def probe(self, session_id: int, tenant: str, key: bytes, count: int) -> bool:
+        self.probes.append((session_id, tenant, key, count))
+        return key == b"held"
 
     def may_map(self, session_id: int, extent_id: int, shard: int) -> ExtentInfo | None:
         self.asked.append(extent_id)

@@ -51,8 +51,10 @@ def test_pipeline_stages(models: Path, daemons: Daemons, engines: Engines, basel
     assert loaded.tokens("failed") == plain[:1]
     assert loaded.metric("failed", "vllm:kvtierd_loads{result=failed}") == 1
     assert loaded.tokens("A") == loaded.tokens("at once") == plain
-    assert loaded.cached("A") == [0, 192, 192], "what a failed load was to bring is left alone for a while"
-    assert loaded.metric("A", "vllm:kvtierd_loads{result=ok}") == 2
+    again, *others = loaded.cached("A")
+    assert again in (0, 192), "what a failed load was to bring is left alone for a minute, which a slow machine may take"
+    assert others == [192, 192]
+    assert loaded.metric("A", "vllm:kvtierd_loads{result=ok}") == 2 + (again > 0)
     assert {block.bytes for block in blocks_of(daemon)} == {BLOCK_BYTES}, "both stages' layers"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -16,8 +17,8 @@ from kvtierd.memory import SharedMapping, can_populate
 REGISTER_BYTES: Final = 64 << 20
 """Host memory is registered in pieces that end at multiples of this address: a call holds up what the engine launches meanwhile,
 and one for very much memory fails. The driver refuses a copy over the border of two registrations, so copies are cut there too."""
-FAULT_IN_BYTES: Final = 32 << 20
-FAULT_IN_THREADS: Final = 4
+FAULT_IN_BYTES: Final = 16 << 20
+FAULT_IN_THREADS: Final = 8
 _PORTABLE: Final = 1
 
 log = logging.getLogger("vllm.kvtierd")
@@ -43,13 +44,13 @@ class HostMemory:
 
     def register(self, extent_id: int, mapping: SharedMapping) -> None:
         """Register an extent. Where that fails, copies go through the driver's own buffers, and are slower."""
-        _fault_in(mapping)
         runtime: Any = torch.cuda.cudart()
         done: list[int] = []
         address, end = mapping.address, mapping.address + mapping.size_bytes
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self._device), _Pages(mapping) as pages:
             while address < end:
                 size = min(end, border(address)) - address
+                pages.wait(address + size - mapping.address)
                 error = runtime.cudaHostRegister(address, size, _PORTABLE)
                 if int(error) != 0:
                     _unregister(done)
@@ -107,17 +108,29 @@ def _unregister(addresses: list[int]) -> None:
         raise RuntimeError(f"memory could not be unregistered from the device: {runtime.cudaGetErrorString(errors[0])}")
 
 
-def _fault_in(mapping: SharedMapping) -> None:
-    """Enter the pages in this process's page table by several threads: registering would do it by one, several times slower."""
-    if not can_populate():
-        return
-    starts = range(0, mapping.size_bytes, FAULT_IN_BYTES)
-    with ThreadPoolExecutor(FAULT_IN_THREADS, thread_name_prefix="kvtierd-pin") as pool:
-        done = [pool.submit(mapping.populate, start, min(FAULT_IN_BYTES, mapping.size_bytes - start)) for start in starts]
-    for future in done:
-        if error := future.exception():  # registering then says so too
-            log.debug("kvtierd: pages of an extent could not be faulted in: %s", error)
-            return
+class _Pages:
+    """Enters a mapping's pages into this process's page table by several threads, ahead of who registers them: registering would do
+    it by one, several times slower."""
+
+    def __init__(self, mapping: SharedMapping) -> None:
+        self._pool = ThreadPoolExecutor(FAULT_IN_THREADS, thread_name_prefix="kvtierd-pin")
+        size = mapping.size_bytes if can_populate() else 0
+        starts = range(0, size, FAULT_IN_BYTES)
+        self._done = deque(self._pool.submit(mapping.populate, start, min(FAULT_IN_BYTES, size - start)) for start in starts)
+        self._so_far = 0
+
+    def wait(self, end: int) -> None:
+        """Wait until the pages up to here are there, or cannot be."""
+        while self._done and self._so_far < end:
+            self._so_far += FAULT_IN_BYTES
+            if error := self._done.popleft().exception():  # registering then says so too
+                log.debug("kvtierd: pages of an extent could not be faulted in: %s", error)
+
+    def __enter__(self) -> _Pages:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
 
 
 class Gate:

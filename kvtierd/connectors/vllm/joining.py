@@ -105,6 +105,11 @@ class Joined:
         self._pauses.succeeded()
         return result
 
+    @property
+    def retired(self) -> bool:
+        """Whether no copy begins any more."""
+        return self._retired
+
     def leave(self) -> None:
         """End a copy."""
         with self._lock:

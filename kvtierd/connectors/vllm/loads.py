@@ -16,6 +16,7 @@ from typing import Final
 import numpy as np
 
 from kvtierd.client import Prefetch
+from kvtierd.connectors.vllm import probes
 from kvtierd.connectors.vllm.backoff import Backoff, FailedKeys
 from kvtierd.connectors.vllm.context import Context
 from kvtierd.connectors.vllm.load_jobs import load_bytes, part, tokens_by_tier, unfilled
@@ -78,6 +79,11 @@ class Loads:
 
     # ---- before a request is scheduled
 
+    def arrived(self, ctx: Context, state: RequestState) -> None:
+        """Ask at once whether anything is held of a new request, so that the answer is there when vLLM asks."""
+        if _may_load(state) and ctx.pools.reachable and _chunks(ctx, state):
+            state.probe = probes.ask(ctx, state.request, state.tenant, 0)
+
     @property
     def may_prefetch(self) -> bool:
         """Whether there is a place for another prefetch."""
@@ -88,6 +94,8 @@ class Loads:
         several groups, those that attend to everything: what the others need depends on how much is held."""
         plan, request = ctx.plan, state.request
         if state.asked or not _may_load(state) or not self.may_prefetch or not ctx.pools.attached:
+            return
+        if state.probe is not None and state.probe.look(time.monotonic()) is False:
             return
         wanted: dict[int, list[bytes]] = {}
         for group in plan.groups:
@@ -134,6 +142,14 @@ class Loads:
         self._forgive(ctx)
         if self._pauses.pausing(now):
             return _without(ctx, state, "loads|paused", first, now)
+        held = self._may_be_held(ctx, state, first, now)
+        if not held:
+            if held is None:
+                return None
+            assert state.probe is not None
+            state.probe.missed(count - first)
+            state.forget_probe()
+            return _without(ctx, state, "loads|miss", first, now)
         state.wait_until_s = state.wait_until_s or now + _patience_s(ctx, int(request.num_tokens))
         if now >= state.wait_until_s:
             return _without(ctx, state, "loads|busy", first, now)
@@ -157,9 +173,24 @@ class Loads:
             _cancel(prefetches)
             return 0
         state.lookup = lookup
+        state.forget_probe()
         self._waiting.discard(request.request_id)
         self.asking += 1
         return None
+
+    @staticmethod
+    def _may_be_held(ctx: Context, state: RequestState, first: int, now: float) -> bool | None:
+        """What a probe says of the chunks from ``first`` on; None for "ask again".
+
+        A block is forgotten before those that lead to it, so where one is missing, nothing is held beyond it either.
+        """
+        probe = state.probe
+        if probe is not None and probe.first < first and probe.look(now):
+            probe = None
+        if probe is None or probe.first > first:
+            state.forget_probe()
+            probe = state.probe = probes.ask(ctx, state.request, state.tenant, first)
+        return True if probe is None else probe.look(now)
 
     def _forgive(self, ctx: Context) -> None:
         """With another session, another daemon or another way to it, loads may go well again."""
@@ -314,6 +345,7 @@ class Loads:
     def forget(self, state: RequestState) -> None:
         """The request has gone."""
         self.drop(state)
+        state.forget_probe()
         state.asked = True
         self._waiting.discard(state.request.request_id)
         self._end_prefetch(state)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Final
 
-from kvtierd.client import BreakerState, Client
+from kvtierd.client import BreakerState, Client, Prober
+from kvtierd.connectors.vllm.background import Background
 from kvtierd.connectors.vllm.hashes import resolve_hashing
 from kvtierd.connectors.vllm.host import host_identity
 from kvtierd.connectors.vllm.identity import EnginePlan, engine_plan
+from kvtierd.connectors.vllm.joining import JOIN_TIMEOUT_S
 from kvtierd.connectors.vllm.layout import UnsupportedLayoutError
 from kvtierd.connectors.vllm.metadata import Rank, RankLayout, SessionInfo
 from kvtierd.connectors.vllm.settings import Settings
+from kvtierd.errors import KvtierdError
 
 BREAKER: Final = (BreakerState.CLOSED, BreakerState.HALF_OPEN, BreakerState.OPEN)
 
@@ -38,6 +43,10 @@ class Pools:
         algorithm, self.hashes_usable = resolve_hashing(vllm_config)
         self.plan: EnginePlan = engine_plan(vllm_config, layouts, settings, algorithm)
         self._told: dict[int, bytes] = {}
+        self._probers: dict[int, Prober] = {}
+        self._joining: dict[int, bytes] = {}
+        self._lock = threading.Lock()
+        self._closed = False
         name = f"vllm {vllm_config.model_config.model} {engine_id}"
         on_gpu = vllm_config.device_config.device_type not in ("cpu", "")
         self.clients = [
@@ -77,8 +86,39 @@ class Pools:
                 fresh.append(SessionInfo(pool, token, socket, self.plan.replicated[pool]))
         return fresh
 
+    def prober(self, pool: int, calls: Background) -> Prober | None:
+        """What probes of a pool go through; None while there is none. Joins one in the background for each new session."""
+        client = self.clients[pool]
+        token, socket = client.session_token, client.descriptor_socket
+        prober = self._probers.get(pool)
+        if prober is not None and (prober.closed or prober.session != token):
+            del self._probers[pool]
+            prober.close()
+            prober = None
+        if prober is None and token and socket and self._joining.get(pool) != token:
+            self._joining[pool] = token  # tried once for each session: without it lookups take a little longer
+            calls.submit(partial(self._join, pool, token, socket))
+        return prober
+
+    def _join(self, pool: int, token: bytes, socket: str) -> None:
+        """In the background."""
+        try:
+            prober = Prober(socket, token, JOIN_TIMEOUT_S)
+        except KvtierdError as e:
+            log.debug("kvtierd: probes of pool %d cannot be made: %s", pool, e)
+            return
+        with self._lock:
+            if not self._closed:
+                self._probers[pool] = prober
+                return
+        prober.close()
+
     def close(self) -> None:
         """End the sessions."""
+        with self._lock:
+            self._closed = True
+        for prober in self._probers.values():
+            prober.close()
         for client in self.clients:
             client.close()
 

@@ -9,6 +9,7 @@ from typing import Any
 from kvtierd.client import Prefetch
 from kvtierd.connectors.lmcache import RequestSettings
 from kvtierd.connectors.vllm.lookups import Lookup
+from kvtierd.connectors.vllm.probes import Probe
 
 
 @dataclass(slots=True)
@@ -38,6 +39,7 @@ class RequestState:
         lookup: asked and not yet used.
         promised_s: when the lookup's hit was first promised; 0 when it was not.
         missed: the number of the first chunk that a lookup did not find, and when.
+        probe: whether a load would find anything, as far as that is known.
         prefetches: running ahead of the lookup, one a pool.
         asked: vLLM has asked about this request.
         asked_s: when it last did.
@@ -60,6 +62,7 @@ class RequestState:
     lookup: Lookup | None = None
     promised_s: float = 0.0
     missed: tuple[int, float] | None = None
+    probe: Probe | None = None
     prefetches: list[Prefetch] = field(default_factory=list)
     asked: bool = False
     asked_s: float = 0.0
@@ -71,6 +74,12 @@ class RequestState:
     computed: int = 0
     doubtful_until: int = 0
     stale: bool = False
+
+    def forget_probe(self) -> None:
+        """Nobody wants to know that any more."""
+        probe, self.probe = self.probe, None
+        if probe is not None:
+            probe.forget()
 
 
 def tenant_of(settings: RequestSettings, cache_salt: str | None, salt_tenants: Mapping[str, str]) -> str:

@@ -183,8 +183,11 @@ class SchedulerSide:
 
     def arrived(self, request: Any) -> None:
         """A new request was added."""
-        self._state(request)
-        if self._settings.prefetch and self._settings.loads and self._ctx is not None:
+        state = self._state(request)
+        if self._ctx is None or self._disabled or not self._settings.loads:
+            return
+        self._loads.arrived(self._ctx, state)
+        if self._settings.prefetch:
             self._arrivals.append(request.request_id)
 
     def _state(self, request: Any) -> RequestState:

@@ -36,6 +36,8 @@ from kvtierd.errors import DaemonUnavailableError, KvtierdError, RequestError
 
 T = TypeVar("T")
 FENCE_POLL_S: Final = 0.001
+MAP_AHEAD_TIMEOUT_S: Final = 10.0
+"""Longest wait for one extent that nobody waits for."""
 
 log = logging.getLogger("vllm.kvtierd")
 
@@ -64,6 +66,7 @@ class WorkerSide:
         self._sessions: dict[bytes, Joined] = {}
         self._loader = Background(1, "kvtierd-load")
         self._saver = Background(1, "kvtierd-save")
+        self._mapper = Background(1, "kvtierd-map")
         self._closed = False
         # Under the lock, for the next report:
         self._load_reports: dict[int, tuple[LoadJob, Report]] = {}
@@ -170,7 +173,7 @@ class WorkerSide:
     def close(self) -> None:
         """End. Waits for copies that are under way."""
         self._closed = True
-        ended = [self._loader.close(), self._saver.close()]
+        ended = [self._loader.close(), self._saver.close(), self._mapper.close()]
         with self._lock:
             sessions, self._sessions = self._sessions, {}
         for joined in sessions.values():
@@ -204,11 +207,34 @@ class WorkerSide:
         if joined is None or self._closed:
             return
         try:
-            joined.enter(self._connect, time.monotonic() + JOIN_TIMEOUT_S)
+            extents = joined.enter(self._connect, time.monotonic() + JOIN_TIMEOUT_S)
         except KvtierdError as e:
             log.warning("kvtierd: rank %s could not join the session: %s", self.rank, e)
-        else:
+            return
+        if not (self._pins_memory and extents.existing and self._mapper.submit(partial(self._map_ahead, joined, extents))):
             joined.leave()
+
+    def _map_ahead(self, joined: Joined, extents: ExtentMap) -> None:
+        """Map what the daemon holds from before, so that first loads need not wait until it is pinned. Half of the time at most:
+        the engine's kernels are launched more slowly meanwhile."""
+        try:
+            for extent in extents.existing:
+                if self._closed or joined.retired or extents.closed:
+                    return
+                begun_s = time.monotonic()
+                try:
+                    extents.map([extent], MAP_AHEAD_TIMEOUT_S)
+                except RequestError:
+                    continue  # it is gone by now, or a load will say why
+                time.sleep(time.monotonic() - begun_s)
+        except KvtierdError as e:
+            log.debug("kvtierd: memory is not mapped ahead: %s", e)
+        finally:
+            joined.leave()
+
+    @property
+    def _pins_memory(self) -> bool:
+        return self._layout is not None and self._layout.device.type != "cpu"
 
     def _connect(self, session: SessionInfo, timeout_s: float) -> ExtentMap:
         copier = self._copier
@@ -217,7 +243,7 @@ class WorkerSide:
             session.descriptor_socket,
             session.token,
             shard=self._shard(session),
-            pins_memory=self._layout is not None and self._layout.device.type != "cpu",
+            pins_memory=self._pins_memory,
             timeout_s=timeout_s,
             numa_node=self._node,
             on_mapped=copier.on_mapped,
