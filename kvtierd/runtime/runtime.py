@@ -10,28 +10,27 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import replace
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Iterable
+from typing import Final
 
 from kvtierd.config import Config
 from kvtierd.core.block import Block, CopyState
-from kvtierd.core.commands import Command, Forget, Progress, Renew, SpaceFreed, StartMoves
-from kvtierd.core.realm import Realm, Tenant
+from kvtierd.core.realm import Realm
 from kvtierd.core.saves import BUSY
-from kvtierd.core.settings import CoreConfig
-from kvtierd.core.slots import NewExtent, RetireExtent
 from kvtierd.core.tickets import PinTicket, ReadTicket, SaveGrant
 from kvtierd.core.tier_core import TierCore
 from kvtierd.errors import Reason, RequestError
-from kvtierd.model import DEFAULT_TENANT, Namespace, Result, Tier
+from kvtierd.model import DEFAULT_TENANT, Namespace, Tier
+from kvtierd.runtime.background import Background
+from kvtierd.runtime.commands import CommandRunner
 from kvtierd.runtime.restart import BudgetKeeper, recover, snapshot_chunks
 from kvtierd.runtime.sessions import Attached, Sessions
+from kvtierd.runtime.settings import configured_tenants, core_config
+from kvtierd.runtime.waiting import Waiters
 from kvtierd.runtime.wallclock import WallClock
-from kvtierd.tiers.base import BlockIo, RealmInfo
+from kvtierd.tiers.base import RealmInfo
 from kvtierd.tiers.cpu import CpuPool
 from kvtierd.tiers.nvme import NvmeStore
-from kvtierd.transfer.executor import Executor, MoveReport
 
 log = logging.getLogger(__name__)
 
@@ -40,15 +39,9 @@ FLUSH_INTERVAL_S: Final = 0.2
 """How often removals reach the journal when nothing else is written."""
 EVICT_CHUNK: Final = 4096
 RETRY_S: Final = 0.25
+"""How often a save that waits for room asks anew."""
 EVICT_POLL_S: Final = 0.005
 MAX_TENANT_NAME: Final = 128
-
-
-class Revoker(Protocol):
-    """Takes extents away from client processes."""
-
-    def revoke(self, extent_ids: list[int]) -> None:
-        """Tell every process that maps them; ``Runtime.extent_released`` follows once each."""
 
 
 class Runtime:
@@ -64,24 +57,16 @@ class Runtime:
         self.cpu = CpuPool(config.cpu)
         self.nvme: NvmeStore | None = None
         self._budget: BudgetKeeper | None = None
-        self.revoker: Revoker | None = None
-        self.on_moves: Callable[[MoveReport], None] = lambda _report: None
         self.on_checkpoint: Callable[[bool], None] = lambda _ok: None
-        self.core = TierCore(_core_config(config, 0), _tenants(config))
-        self.executor: Executor
+        self.core = TierCore(core_config(config, 0), configured_tenants(config))
+        self.runner: CommandRunner
         self._realm_lock = asyncio.Lock()
-        self._space = asyncio.Event()
-        self._progress: dict[ReadTicket, asyncio.Event] = {}
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_at_s = float("inf")
+        self._waiters = Waiters()
+        self._background = Background()
         self.stopping = False
         """True once the daemon takes no new sessions; a drain alone only refuses saves."""
         self.recovered_before = 0
         """Generations of NVMe copies below this one were found at the start."""
-        self._applying = False
-        self._closing = False
-        self._background: set[asyncio.Task[None]] = set()
-        """Extents on their way out and realms on their way to disk; no more than there are of both."""
 
     # ---- start and stop
 
@@ -89,23 +74,19 @@ class Runtime:
         """Open the NVMe tier, recover its blocks and begin to serve. Raises StartupError."""
         if self.config.nvme.capacity:
             self.nvme = await asyncio.to_thread(NvmeStore.open, self.config.nvme)
-            self.core = TierCore(_core_config(self.config, self.nvme.capacity_bytes), _tenants(self.config))
+            self.core = TierCore(core_config(self.config, self.nvme.capacity_bytes), configured_tenants(self.config))
             self.recovered_before = await recover(self.core, self.nvme, self.wall)
             saved = await asyncio.to_thread(self.nvme.load_budget)
             self._budget = BudgetKeeper(self.core.state.admission, self.nvme, self.wall, saved)
-        stores = {Tier.NVME: self.nvme} if self.nvme else {}
         depth = self.config.nvme.depth * max(len(self.config.nvme.folders), 1)
-        self.executor = Executor(self.cpu, dict(stores), depth, self._moved, self.wall.on_wall)
+        self.runner = CommandRunner(
+            self.core, self.wall, self.cpu, self.nvme, depth, self.sessions, self._waiters, self._background
+        )
         self.apply()
 
     async def stop(self) -> None:
         """Stop moving, write a snapshot, close everything."""
-        self._closing = True
-        if self._timer is not None:
-            self._timer.cancel()
-        await self.executor.close()
-        if self._background:
-            await asyncio.gather(*self._background, return_exceptions=True)
+        await self.runner.close()
         if self.nvme is not None:
             try:
                 await self.checkpoint()
@@ -145,122 +126,9 @@ class Runtime:
             self.on_checkpoint(ok)
         return count
 
-    # ---- commands and time
-
     def apply(self) -> None:
-        """Run the core's commands and set the timer. Called after every event. One that fails takes no other along."""
-        if self._applying:
-            return  # an outer call is running commands; it goes on until there are none
-        self._applying = True
-        try:
-            while commands := self.core.take_commands():
-                for command in commands:
-                    try:
-                        self._run(command)
-                    except Exception as e:
-                        self._failed(command, e)
-        finally:
-            self._applying = False
-        self._set_timer()
-
-    def _failed(self, command: Command, error: Exception) -> None:
-        """Count a command that could not be run, and tell the core what it cannot know."""
-        kind = type(command).__name__
-        self.core.state.counts.failed_commands[kind] += 1
-        if isinstance(command, NewExtent):
-            log.error(
-                "no %s extent of %d bytes can be made: %s; saves and loads that need one are refused until one can",
-                command.tier.name, command.slot_bytes * command.slot_count, str(error) or type(error).__name__,
-                exc_info=None if isinstance(error, OSError) else error,
-            )  # fmt: skip
-            self.core.extent_failed(self.now(), command.tier, command.extent_id)
-            return
-        log.error("%s could not be done", kind, exc_info=error)
-        if isinstance(command, StartMoves):
-            for move in command.moves:
-                if move.move_id in self.core.state.moves:
-                    self.core.move_done(self.now(), move.move_id, Result.NO_SPACE)
-
-    def _run(self, command: Command) -> None:
-        if isinstance(command, StartMoves):
-            moves = tuple(m for m in command.moves if m.move_id in self.core.state.moves)  # not those whose target failed
-            if moves:
-                self.executor.submit(replace(command, moves=moves))
-        elif isinstance(command, Progress):
-            event = self._progress.get(command.ticket)
-            if event is not None:
-                event.set()
-        elif isinstance(command, SpaceFreed):
-            self._space.set()
-            self._space = asyncio.Event()
-        elif isinstance(command, Forget):
-            assert self.nvme is not None
-            self.nvme.forget([BlockIo(command.realm_id, command.key, command.generation, command.slots, ())])
-        elif isinstance(command, Renew):
-            assert self.nvme is not None
-            expires_s = self.wall.on_wall(command.expires_s)
-            self.nvme.renew([BlockIo(command.realm_id, command.key, command.generation, command.slots, (), expires_s)])
-        elif isinstance(command, NewExtent):
-            if command.tier is Tier.CPU:
-                node = self.sessions.node_of(command.realm_id, command.shard)
-                self.cpu.create(command.extent_id, command.slot_bytes, command.slot_count, node)
-            else:
-                assert self.nvme is not None
-                self.nvme.add_extent(command.extent_id, command.slot_bytes, command.slot_count)
-        elif isinstance(command, RetireExtent):
-            self._retire(command)
-
-    def _retire(self, command: RetireExtent) -> None:
-        if command.tier is Tier.NVME:
-            assert self.nvme is not None
-            if self.nvme.has_extent(command.extent_id):
-                self.nvme.drop_extent(command.extent_id)
-            self.core.extent_released(self.now(), Tier.NVME, command.extent_id)
-        elif self.cpu.has_extent(command.extent_id):
-            self._in_background(self._retire_cpu(command.extent_id))
-        else:
-            self.core.extent_released(self.now(), Tier.CPU, command.extent_id)  # it could not be made
-
-    async def _retire_cpu(self, extent_id: int) -> None:
-        """Give an extent's memory back; it counts until no client can map it any more."""
-        while self.cpu.has_extent(extent_id):
-            try:
-                await asyncio.to_thread(self.cpu.retire, extent_id)  # takes the kernel milliseconds
-            except Exception:  # not even a thread can be had: its bytes count meanwhile
-                self.core.state.counts.failed_commands[RetireExtent.__name__] += 1
-                log.exception("extent %d cannot be given back yet", extent_id)
-                if self._closing:
-                    return
-                await asyncio.sleep(RETRY_S)
-        if self.revoker is None:
-            self.extent_released(extent_id)
-        else:
-            self.revoker.revoke([extent_id])
-
-    def extent_released(self, extent_id: int) -> None:
-        """No process holds a retired CPU extent any more."""
-        self.cpu.released(extent_id)
-        self.core.extent_released(self.now(), Tier.CPU, extent_id)
-        self.apply()
-
-    def _moved(self, report: MoveReport) -> None:
-        self.core.moves_done(self.now(), [(move.move_id, result) for move, result in report.results])
-        self.apply()
-        self.on_moves(report)
-
-    def _set_timer(self) -> None:
-        due_s = self.core.next_deadline()
-        if due_s is None or (self._timer is not None and self._timer_at_s <= due_s and self._timer_at_s > self.now()):
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer_at_s = due_s
-        self._timer = asyncio.get_running_loop().call_later(max(due_s - self.now(), 0.0), self._tick)
-
-    def _tick(self) -> None:
-        self._timer = None
-        self.core.tick(self.now())
-        self.apply()
+        """Run the core's commands. Called after every event."""
+        self.runner.apply()
 
     # ---- sessions and realms
 
@@ -282,7 +150,7 @@ class Runtime:
             return realm
         realm.writable = False
         # A task of its own: whoever asked for the realm may go away, the realm stays.
-        await asyncio.shield(self._in_background(self._register(self.nvme, realm)))
+        await asyncio.shield(self._background.start(self._register(self.nvme, realm)))
         # Meanwhile it may have given its place up to another, as it holds nothing yet.
         return await self.realm(tenant, namespace)
 
@@ -295,19 +163,6 @@ class Runtime:
                 realm.writable = True
             except (OSError, RequestError) as e:
                 log.error("cannot record a namespace on NVMe: %s; its blocks stay in memory", e)
-
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Start work that :meth:`stop` waits for."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._background.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
-            log.error("work in the background failed", exc_info=error)
 
     async def attach(self, namespace: Namespace, tenant: str, client_name: str, pid: int) -> Attached:
         """Begin a session. Raises RequestError when the namespace or tenant cannot be, or there are too many sessions."""
@@ -358,7 +213,7 @@ class Runtime:
     ) -> SaveGrant:
         """Grant slots; keys refused for lack of room are tried again until ``wait_s`` has passed."""
         self.check_alive(attached)
-        space = self._space
+        space = self._waiters.room
         grant = self._grant(attached, realm, keys, ttl_s)
         if BUSY not in grant.outcomes or grant.ticket_id or (wait_s <= 0 and not space.is_set()):
             return grant
@@ -375,7 +230,7 @@ class Runtime:
                     if left_s <= RETRY_S:
                         return grant
             self.check_alive(attached)
-            space = self._space
+            space = self._waiters.room
             grant = self._grant(attached, realm, keys, ttl_s)
             if grant.ticket_id or BUSY not in grant.outcomes or self.now() >= until_s:
                 return grant
@@ -410,7 +265,7 @@ class Runtime:
 
     def _watched(self, ticket: ReadTicket) -> ReadTicket:
         if ticket.waiting:
-            self._progress[ticket] = asyncio.Event()
+            self._waiters.watch(ticket)
         self.apply()
         return ticket
 
@@ -418,25 +273,21 @@ class Runtime:
         """What became readable since the last call; see ``TierCore.collect``."""
         answer = self.core.collect(self.now(), ticket)
         if answer[2]:
-            self._progress.pop(ticket, None)
+            self._waiters.unwatch(ticket)
         self.apply()
         return answer
 
     async def wait_progress(self, ticket: ReadTicket) -> None:
         """Wait until a ticket has news. Returns at once when nothing more can come."""
-        event = self._progress.get(ticket)
-        if event is None or ticket.closed:
-            return
-        await event.wait()
-        event.clear()
+        await self._waiters.wait(ticket)
 
     def unwatch(self, ticket: ReadTicket) -> None:
         """The caller asks no more."""
-        self._progress.pop(ticket, None)
+        self._waiters.unwatch(ticket)
 
     def abandon(self, ticket: ReadTicket) -> None:
         """The caller of a load has gone away: what it was not given is unpinned; what it was given stays until Release."""
-        self._progress.pop(ticket, None)
+        self._waiters.unwatch(ticket)
         self.core.abandon(self.now(), ticket)
         self.apply()
 
@@ -490,7 +341,7 @@ class Runtime:
         until_s = self.now() + timeout_s
         try:
             while self.core.undrained_bytes and self.now() < until_s:
-                space = self._space
+                space = self._waiters.room
                 try:
                     async with asyncio.timeout(max(min(until_s - self.now(), 1.0), 0.001)):
                         await space.wait()
@@ -502,30 +353,3 @@ class Runtime:
             if resume and not self.stopping:
                 self.core.drain(self.now(), on=False)
                 self.apply()
-
-
-def _core_config(config: Config, nvme_bytes: int) -> CoreConfig:
-    in_flight = config.nvme.max_bytes_in_flight
-    return CoreConfig(
-        capacity_bytes=(0, config.cpu.capacity, nvme_bytes),
-        extent_bytes=(0, config.cpu.extent_bytes, config.nvme.segment_bytes),
-        ttl_s=(config.hbm.ttl, config.cpu.ttl, config.nvme.ttl),
-        free_target=config.cpu.free_target,
-        # A move takes its target's slots when it is queued; on small tiers that must not push out much ahead of time.
-        max_promote_bytes=min(in_flight, config.cpu.capacity // 8),
-        max_demote_bytes=min(in_flight, max(nvme_bytes // 32, config.cpu.capacity // 32)),
-        max_tickets=config.server.max_tickets,
-        max_ticket_share=config.server.max_ticket_share,
-        eviction=config.policy.eviction,
-        turn_bonus_s=config.policy.turn_bonus,
-        second_use=config.nvme.admission == "second-use",
-        second_use_window_s=config.nvme.second_use_window,
-        write_budget_bytes=config.nvme.write_budget,
-    )
-
-
-def _tenants(config: Config) -> dict[str, Tenant]:
-    return {
-        name: Tenant(name, [t.hbm_quota, t.cpu_quota, t.nvme_quota], [t.hbm_ttl, t.cpu_ttl, t.nvme_ttl])
-        for name, t in config.tenants.items()
-    }

@@ -72,4 +72,4 @@ class RuntimeAuthority:
 
     def extent_released(self, extent_id: int) -> None:
         """See the protocol."""
-        self._rt.extent_released(extent_id)
+        self._rt.runner.extent_released(extent_id)

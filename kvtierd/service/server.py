@@ -90,13 +90,13 @@ class Daemon:
             await self.runtime.start()
             stack.push_async_callback(self.runtime.stop)
             self.metrics.bind(self, self.ready, self.runtime.core.state.counts)
-            self.runtime.on_moves = self._count_moves
+            self.runtime.runner.on_moves = self._count_moves
             self.runtime.on_checkpoint = self.metrics.checkpoint
             authority = RuntimeAuthority(self.runtime)
             descriptors = DescriptorServer(config.server.fd_socket, config.server.socket_mode, authority)
             await descriptors.start()
             stack.push_async_callback(descriptors.close)
-            self.runtime.revoker = descriptors
+            self.runtime.runner.revoker = descriptors
             servicer = await self._start_grpc(stack)
             self.metrics.io_path(Tier.CPU, "memfd")
             self.metrics.io_path(Tier.NVME, self.runtime.nvme.path if self.runtime.nvme else "")

@@ -97,12 +97,12 @@ async def test_what_else_was_to_be_done_is_done(runtime: Runtime, monkeypatch: p
     first, second = await attach(runtime), await attach(runtime, "other")
     assert await save(runtime, first, *range(8)) == [GRANTED] * 8
     monkeypatch.setattr(runtime.cpu, "create", Refusing(runtime.cpu.create, OSError(errno.ENOMEM, "no memory"), 1))
-    runtime._applying = True  # gather commands of two events in one batch
+    runtime.runner._applying = True  # gather commands of two events in one batch
     runtime.core.drain(runtime.now(), on=True)
     runtime.core.state.draining = False
     asked = asyncio.ensure_future(save(runtime, second, 1))
     await asyncio.sleep(0)
-    runtime._applying = False
+    runtime.runner._applying = False
     runtime.apply()
     await asked
     await until(lambda: runtime.core.state.copies[Tier.NVME] == 8 and not runtime.core.state.moves)
@@ -117,7 +117,7 @@ async def test_moves_that_cannot_be_queued_end_and_lose_nothing(
     assert await save(runtime, attached, 1, 2) == [GRANTED, GRANTED]
     assert await runtime.drain(10, resume=True) == 0
     await runtime.evict([realm], keys(1, 2), Tier.CPU, 0.0)
-    monkeypatch.setattr(runtime.executor, "submit", Refusing(runtime.executor.submit, RuntimeError("a bug"), 1))
+    monkeypatch.setattr(runtime.runner.executor, "submit", Refusing(runtime.runner.executor.submit, RuntimeError("a bug"), 1))
     ticket = runtime.load(attached, realm, keys(1, 2), 5.0, each=True)
     assert runtime.collect(ticket) == ([], [], True)
     assert not runtime.core.state.moves
@@ -130,7 +130,7 @@ async def test_moves_that_cannot_be_queued_end_and_lose_nothing(
 async def test_memory_comes_back_though_no_thread_could_be_had(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kvtierd.runtime.runtime.RETRY_S", 0.01)
+    monkeypatch.setattr("kvtierd.runtime.commands.RETRY_S", 0.01)
     attached = await attach(runtime)
     assert await save(runtime, attached, 1, 2) == [GRANTED, GRANTED]
     await runtime.evict([attached.core.realm], keys(1, 2), None, 0.0)

@@ -1,0 +1,188 @@
+"""Runs the core's commands in order, reports their results as further events, and wakes the core when its time has come."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final, Protocol
+
+from kvtierd.core.commands import Command, Forget, Progress, Renew, SpaceFreed, StartMoves
+from kvtierd.core.slots import NewExtent, RetireExtent
+from kvtierd.core.tier_core import TierCore
+from kvtierd.model import Result, Tier
+from kvtierd.runtime.background import Background
+from kvtierd.runtime.sessions import Sessions
+from kvtierd.runtime.waiting import Waiters
+from kvtierd.runtime.wallclock import WallClock
+from kvtierd.tiers.base import BlockIo
+from kvtierd.tiers.cpu import CpuPool
+from kvtierd.tiers.nvme import NvmeStore
+from kvtierd.transfer.executor import Executor, MoveReport
+
+log = logging.getLogger(__name__)
+
+RETRY_S: Final = 0.25
+"""Pause before memory that could not be given back is tried again."""
+
+
+class Revoker(Protocol):
+    """Takes extents away from client processes."""
+
+    def revoke(self, extent_ids: list[int]) -> None:
+        """Tell every process that maps them; :meth:`CommandRunner.extent_released` follows once each."""
+
+
+class CommandRunner:
+    """Carries out what a core decides. Belongs to one event loop.
+
+    Args:
+        core: gives the commands and takes their results.
+        clock: the core's, and the wall's.
+        cpu: where CPU extents are made.
+        nvme: where NVMe copies are; None for no such tier.
+        depth: moves in flight.
+        sessions: know the NUMA nodes of processes.
+        waiters: are woken.
+        background: keeps extents on their way out.
+    """
+
+    def __init__(
+        self, core: TierCore, clock: WallClock, cpu: CpuPool, nvme: NvmeStore | None, depth: int, sessions: Sessions,
+        waiters: Waiters, background: Background,
+    ) -> None:  # fmt: skip
+        self._core = core
+        self._clock = clock
+        self._cpu = cpu
+        self._nvme = nvme
+        self._sessions = sessions
+        self._waiters = waiters
+        self._background = background
+        self.executor = Executor(cpu, {Tier.NVME: nvme} if nvme else {}, depth, self._moved, clock.on_wall)
+        self.revoker: Revoker | None = None
+        self.on_moves: Callable[[MoveReport], None] = lambda _report: None
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at_s = float("inf")
+        self._applying = False
+        self._closing = False
+
+    async def close(self) -> None:
+        """Take no more moves, and wait for those in flight and for what goes on in the background."""
+        self._closing = True
+        if self._timer is not None:
+            self._timer.cancel()
+        await self.executor.close()
+        await self._background.wait()
+
+    def apply(self) -> None:
+        """Run the core's commands and set the timer. Called after every event. One that fails takes no other along."""
+        if self._applying:
+            return  # an outer call is running commands; it goes on until there are none
+        self._applying = True
+        try:
+            while commands := self._core.take_commands():
+                for command in commands:
+                    try:
+                        self._run(command)
+                    except Exception as e:
+                        self._failed(command, e)
+        finally:
+            self._applying = False
+        self._set_timer()
+
+    def _failed(self, command: Command, error: Exception) -> None:
+        """Count a command that could not be run, and tell the core what it cannot know."""
+        kind = type(command).__name__
+        self._core.state.counts.failed_commands[kind] += 1
+        if isinstance(command, NewExtent):
+            log.error(
+                "no %s extent of %d bytes can be made: %s; saves and loads that need one are refused until one can",
+                command.tier.name, command.slot_bytes * command.slot_count, str(error) or type(error).__name__,
+                exc_info=None if isinstance(error, OSError) else error,
+            )  # fmt: skip
+            self._core.extent_failed(self._clock.now(), command.tier, command.extent_id)
+            return
+        log.error("%s could not be done", kind, exc_info=error)
+        if isinstance(command, StartMoves):
+            for move in command.moves:
+                if move.move_id in self._core.state.moves:
+                    self._core.move_done(self._clock.now(), move.move_id, Result.NO_SPACE)
+
+    def _run(self, command: Command) -> None:
+        if isinstance(command, StartMoves):
+            moves = tuple(m for m in command.moves if m.move_id in self._core.state.moves)  # not those whose target failed
+            if moves:
+                self.executor.submit(replace(command, moves=moves))
+        elif isinstance(command, Progress):
+            self._waiters.has_news(command.ticket)
+        elif isinstance(command, SpaceFreed):
+            self._waiters.room_freed()
+        elif isinstance(command, Forget):
+            assert self._nvme is not None
+            self._nvme.forget([BlockIo(command.realm_id, command.key, command.generation, command.slots, ())])
+        elif isinstance(command, Renew):
+            assert self._nvme is not None
+            expires_s = self._clock.on_wall(command.expires_s)
+            self._nvme.renew([BlockIo(command.realm_id, command.key, command.generation, command.slots, (), expires_s)])
+        elif isinstance(command, NewExtent):
+            if command.tier is Tier.CPU:
+                node = self._sessions.node_of(command.realm_id, command.shard)
+                self._cpu.create(command.extent_id, command.slot_bytes, command.slot_count, node)
+            else:
+                assert self._nvme is not None
+                self._nvme.add_extent(command.extent_id, command.slot_bytes, command.slot_count)
+        elif isinstance(command, RetireExtent):
+            self._retire(command)
+
+    def _retire(self, command: RetireExtent) -> None:
+        if command.tier is Tier.NVME:
+            assert self._nvme is not None
+            if self._nvme.has_extent(command.extent_id):
+                self._nvme.drop_extent(command.extent_id)
+            self._core.extent_released(self._clock.now(), Tier.NVME, command.extent_id)
+        elif self._cpu.has_extent(command.extent_id):
+            self._background.start(self._retire_cpu(command.extent_id))
+        else:
+            self._core.extent_released(self._clock.now(), Tier.CPU, command.extent_id)  # it could not be made
+
+    async def _retire_cpu(self, extent_id: int) -> None:
+        """Give an extent's memory back; it counts until no client can map it any more."""
+        while self._cpu.has_extent(extent_id):
+            try:
+                await asyncio.to_thread(self._cpu.retire, extent_id)  # takes the kernel milliseconds
+            except Exception:  # not even a thread can be had: its bytes count meanwhile
+                self._core.state.counts.failed_commands[RetireExtent.__name__] += 1
+                log.exception("extent %d cannot be given back yet", extent_id)
+                if self._closing:
+                    return
+                await asyncio.sleep(RETRY_S)
+        if self.revoker is None:
+            self.extent_released(extent_id)
+        else:
+            self.revoker.revoke([extent_id])
+
+    def extent_released(self, extent_id: int) -> None:
+        """No process holds a retired CPU extent any more."""
+        self._cpu.released(extent_id)
+        self._core.extent_released(self._clock.now(), Tier.CPU, extent_id)
+        self.apply()
+
+    def _moved(self, report: MoveReport) -> None:
+        self._core.moves_done(self._clock.now(), [(move.move_id, result) for move, result in report.results])
+        self.apply()
+        self.on_moves(report)
+
+    def _set_timer(self) -> None:
+        due_s = self._core.next_deadline()
+        if due_s is None or (self._timer is not None and self._timer_at_s <= due_s and self._timer_at_s > self._clock.now()):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at_s = due_s
+        self._timer = asyncio.get_running_loop().call_later(max(due_s - self._clock.now(), 0.0), self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._core.tick(self._clock.now())
+        self.apply()
