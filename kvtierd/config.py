@@ -28,12 +28,22 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from kvtierd.errors import ConfigError
-from kvtierd.units import MAX_DURATION_S, parse_address, parse_duration, parse_mode, parse_size, parse_ttl, shown
+from kvtierd.units import (
+    MAX_DURATION_S,
+    is_loopback,
+    parse_address,
+    parse_duration,
+    parse_endpoint,
+    parse_mode,
+    parse_size,
+    parse_ttl,
+    shown,
+)
 
 __all__ = [
-    "MAX_DURATION_S", "MAX_TENANT_NAME", "Config", "CpuConfig", "Duration", "HbmConfig", "LogConfig", "Mode", "NvmeConfig",
-    "OptionalDuration", "PolicyConfig", "ServerConfig", "Size", "TenantConfig", "field_paths", "load_config", "parse_address",
-    "parse_duration", "parse_mode", "parse_size", "parse_ttl", "value_of",
+    "MAX_DURATION_S", "MAX_TENANT_NAME", "Config", "CpuConfig", "Duration", "EventsConfig", "HbmConfig", "LogConfig", "Mode",
+    "NvmeConfig", "OptionalDuration", "PolicyConfig", "ServerConfig", "Size", "TenantConfig", "field_paths", "load_config",
+    "parse_address", "parse_duration", "parse_mode", "parse_size", "parse_ttl", "value_of",
 ]  # fmt: skip
 
 MAX_DEADLINE_S: Final = 86400.0
@@ -216,6 +226,37 @@ class LogConfig(_Section):
     slow: Duration = Field(1.0, description="Calls and moves that take longer are told as warnings; 0 tells none.")
 
 
+class EventsConfig(_Section):
+    """KV events over ZeroMQ, for routers that send requests to where their blocks are. Needs the extra ``kvtierd[events]``."""
+
+    endpoint: str | None = Field(
+        None, description='Where subscribers connect, such as "ipc:///run/kvtierd/events.sock"; not set: no events.'
+    )
+    replay_endpoint: str | None = Field(None, description="Where they ask again for what they have missed; not set: nowhere.")
+    topic: str = Field("", max_length=255, description="Topic of all messages.")
+    buffer: Size = Field(64 << 20, description="Bytes of past messages that are kept to be asked for.")
+    insecure: bool = Field(False, description="Allow endpoints that other machines reach; there is no encryption.")
+
+    @field_validator("endpoint", "replay_endpoint")
+    @classmethod
+    def _is_endpoint(cls, value: str | None) -> str | None:
+        if value is not None:
+            parse_endpoint(value)
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> EventsConfig:
+        if self.replay_endpoint and not self.endpoint:
+            raise ValueError("events.replay_endpoint is set, but no events are published; set events.endpoint too")
+        if self.endpoint and self.endpoint == self.replay_endpoint:
+            raise ValueError("events.endpoint and events.replay_endpoint are the same; give them two paths or ports")
+        for text in (self.endpoint, self.replay_endpoint):
+            place = parse_endpoint(text) if text else None
+            if isinstance(place, tuple) and not self.insecure and not is_loopback(place[0]):
+                raise ValueError(f"other machines can reach {text}; name a loopback address, or set events.insecure = true")
+        return self
+
+
 class Config(_Section):
     """The whole configuration."""
 
@@ -226,6 +267,7 @@ class Config(_Section):
     server: ServerConfig = Field(default_factory=ServerConfig)
     tenants: dict[str, TenantConfig] = Field(default_factory=dict)
     log: LogConfig = Field(default_factory=LogConfig)
+    events: EventsConfig = Field(default_factory=EventsConfig)
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Final
 
 _SIZE_UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -80,6 +82,35 @@ def parse_mode(value: object) -> int:
     if isinstance(mode, bool) or not isinstance(mode, int) or not 0 <= mode <= 0o777:
         raise ValueError(f"{shown(value)} are no permissions; they are octal: write 0o600 in a file, 0600 elsewhere")
     return mode
+
+
+def is_loopback(host: str) -> bool:
+    """True for an IP address that only this machine reaches. Any other text, ``*`` too, is none."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def parse_endpoint(text: str) -> Path | tuple[str, int]:
+    """Path of ``ipc:///path``, or host and port of ``tcp://host:port``, a host being an IP address or ``*`` for all of them.
+
+    Raises ValueError that says what may be written.
+    """
+    scheme, found, rest = text.partition("://")
+    if found and scheme == "ipc" and rest.startswith("/") and "\0" not in rest:
+        return Path(rest)
+    if not found or scheme != "tcp":
+        raise ValueError(
+            f'{shown(text)} is no endpoint; write "ipc:///run/kvtierd/events.sock" with an absolute path, or "tcp://127.0.0.1:5557"'
+        )
+    host, port = parse_address(rest)
+    if host != "*":
+        try:
+            ipaddress.ip_address(host)
+        except ValueError:
+            raise ValueError(f"{shown(text)} names no address; write the IP address to listen on, or * for all of them") from None
+    return host, port
 
 
 def parse_address(text: str, *, least_port: int = 1) -> tuple[str, int]:

@@ -20,7 +20,7 @@ from kvtierd.core.order import Lane, ghost_of, policy_of
 from kvtierd.core.realm import Realm, Tenant
 from kvtierd.core.settings import CoreConfig
 from kvtierd.core.slots import SlotPool
-from kvtierd.core.stats import Counts, StoryEvent
+from kvtierd.core.stats import Change, Counts, StoryEvent
 from kvtierd.core.turns import Turns
 from kvtierd.model import NO_END, Tier, slot_extent
 
@@ -64,6 +64,8 @@ class CoreState:
         self.commands: list[Command] = []
         self.story: deque[StoryEvent] = deque(maxlen=STORY_EVENTS)
         self.counts = Counts()
+        self.changes: list[Change] | None = None
+        """Which copies became readable and which ceased to be, in order, for the shell to take; None while nobody follows."""
         self.expiries = Expiries()
         self.demote_wanted: deque[tuple[Copy, str]] = deque()
         """Copies that must leave their tier because their extent drains; each is listed once, so its length is bounded."""
@@ -124,6 +126,8 @@ class CoreState:
         block, tier = copy.block, copy.tier
         block.mask |= tier.bit
         block.realm.presence.changed(block.key)
+        if self.changes is not None:
+            self.changes.append(Change(block.realm, block.key, tier, True))
         extents = self.pools[tier].extents
         for slot in copy.all_slots():
             extent = extents[slot >> 32]
@@ -154,6 +158,8 @@ class CoreState:
             self._unlink(copy)
         block.mask &= ~tier.bit
         block.realm.presence.changed(block.key)
+        if self.changes is not None:
+            self.changes.append(Change(block.realm, block.key, tier, False))
         self.counts.evictions[(tier, why)] += 1
         if tier is Tier.NVME:
             block.prefix = None  # writing it again is decided anew

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvtierd.core.block import CopyState
+from kvtierd.core.realm import Realm
 from kvtierd.model import Tier
 
 
@@ -19,6 +20,15 @@ class StoryEvent(NamedTuple):
     start: CopyState
     finish: CopyState
     why: str
+
+
+class Change(NamedTuple):
+    """A copy became readable, or is readable no more."""
+
+    realm: Realm
+    key: bytes
+    tier: Tier
+    readable: bool
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ from typing import Final, Protocol
 
 from kvtierd.core.commands import Command, Forget, Progress, Renew, SpaceFreed, StartMoves
 from kvtierd.core.slots import NewExtent, RetireExtent
+from kvtierd.core.stats import Change
 from kvtierd.core.tier_core import TierCore
 from kvtierd.model import Result, Tier
 from kvtierd.runtime.background import Background
@@ -62,6 +63,8 @@ class CommandRunner:
         self.executor = Executor(cpu, {Tier.NVME: nvme} if nvme else {}, depth, self._moved, clock.on_wall)
         self.revoker: Revoker | None = None
         self.on_moves: Callable[[MoveReport], None] = lambda _report: None
+        self.on_changes: Callable[[list[Change]], None] = lambda _changes: None
+        """Told of copies that came and went, where ``core.state.changes`` collects them."""
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at_s = float("inf")
         self._applying = False
@@ -90,6 +93,10 @@ class CommandRunner:
         finally:
             self._applying = False
         self._set_timer()
+        changes = self._core.state.changes
+        if changes:
+            self._core.state.changes = []
+            self.on_changes(changes)
 
     def _failed(self, command: Command, error: Exception) -> None:
         """Count a command that could not be run, and tell the core what it cannot know."""

@@ -42,6 +42,7 @@ EVICTION_REASONS: Final = ("pressure", "ttl", "not_admitted", "expired", "quota"
 QUEUE_CLASSES: Final = ("load", "prefetch", "demote", OTHER)
 PREFETCH_OUTCOMES: Final = ("ready", "partial", "miss", "expired", "cancelled", "rejected", OTHER)
 COMMANDS: Final = (*sorted(command.__name__ for command in get_args(Command)), OTHER)
+KV_EVENTS: Final = ("stored", "removed", "cleared")
 IO_OPS: Final = ("read", "write", OTHER)
 IO_PATHS: Final = ("memfd", "o_direct", "buffered", "kvikio", "gds", "cudaipc", OTHER)
 RPC_CODES: Final = tuple(code.name for code in grpc.StatusCode)
@@ -216,6 +217,11 @@ class Metrics(Collector):
         rejections = counter("rejections", "Keys and calls refused, by reason.", "reason")
         prefetches = counter("prefetches", "Prefetches that ended, by outcome.", "outcome")
         self._rpcs = counter("rpcs", "Calls answered, by method and gRPC status code.", "method", "code")
+        kv_events = counter("kv_events", "Copies told to routers as stored or removed; and how often all were called void.", "kind")
+        self._kv_events = {kind: kv_events.cell(kind) for kind in KV_EVENTS}
+        self._kv_event_overflows = counter(
+            "kv_event_overflows", "Times that a subscriber of KV events was so slow that it lost messages, however many."
+        ).cell()
         self._sessions_opened = counter("sessions_opened", "Sessions attached since the start.").cell()
         rpc_seconds = histogram("rpc", "Time to answer a call.", _FAST_S, "method")
         waits = histogram("queue_wait", "Time that a move waits for its device, by class.", _MOVE_S, "class")
@@ -323,6 +329,14 @@ class Metrics(Collector):
     def checkpoint(self, ok: bool = True) -> None:
         """Count one snapshot of the NVMe index."""
         self._checkpoints[ok].value += 1
+
+    def kv_event(self, kind: str, n: int) -> None:
+        """Count ``n`` copies told as one of ``KV_EVENTS``."""
+        self._kv_events[kind].value += n
+
+    def kv_event_overflow(self) -> None:
+        """Count that a subscriber's queue was full."""
+        self._kv_event_overflows.value += 1
 
     def session_opened(self) -> None:
         """Count one attached session."""

@@ -26,6 +26,7 @@ from kvtierd.runtime import Runtime
 from kvtierd.service.admin import AdminServicer
 from kvtierd.service.authority import RuntimeAuthority
 from kvtierd.service.calls import Calls
+from kvtierd.service.event_publisher import EventPublisher
 from kvtierd.service.fdpass import DescriptorServer
 from kvtierd.service.http import MetricsServer
 from kvtierd.service.kvtier import KvTierServicer, add_to_server
@@ -86,12 +87,17 @@ class Daemon:
             self.runtime = Runtime(config)
             # Health is answered from the start, so that a long recovery is not taken for a hang.
             await self._start_http(stack)
+            events = self._open_events(stack)
             gc.disable()  # recovery makes millions of objects that all stay
             await self.runtime.start()
             stack.push_async_callback(self.runtime.stop)
             self.metrics.bind(self, self.ready, self.runtime.core.state.counts)
             self.runtime.runner.on_moves = self._count_moves
             self.runtime.on_checkpoint = self.metrics.checkpoint
+            if events is not None:
+                self.runtime.runner.on_changes = events.publish
+                await events.announce(self.runtime.core.state)
+                self._supervise("KV events", events.serve_replays())
             authority = RuntimeAuthority(self.runtime)
             descriptors = DescriptorServer(config.server.fd_socket, config.server.socket_mode, authority)
             await descriptors.start()
@@ -120,6 +126,15 @@ class Daemon:
         server = MetricsServer(self.config.server.metrics, self.metrics, self.ready)
         await server.start()
         stack.push_async_callback(server.close)
+
+    def _open_events(self, stack: contextlib.AsyncExitStack) -> EventPublisher | None:
+        config = self.config
+        if config.events.endpoint is None:
+            return None
+        events = EventPublisher(config.events, config.server.socket_mode, self.metrics)
+        stack.push_async_callback(events.close)
+        events.open()
+        return events
 
     async def _start_grpc(self, stack: contextlib.AsyncExitStack) -> KvTierServicer:
         limits = self.config.server

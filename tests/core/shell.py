@@ -81,6 +81,8 @@ class Shell:
         self.progress: list[ReadTicket] = []
         self.written, self.next_session = 0, 1
         self.ttl_s: float | None = None  # of saves
+        self.followed: set[tuple[Realm, bytes, Tier]] = set()
+        self.core.state.changes = []
 
     # ---- who
 
@@ -448,6 +450,19 @@ class Shell:
             reserved += sum(n for (t, _), n in self.unreleased.items() if t is tier)
             assert reserved == state.pools[tier].reserved_bytes <= self.config.capacity_bytes[tier]
         assert set(state.moves) == set(self.moves)
+        self._check_changes()
+
+    def _check_changes(self) -> None:
+        """Who follows the changes, each of which is one, knows which copies are readable."""
+        changes = self.core.state.changes
+        assert changes is not None
+        for change in changes:
+            copy = (change.realm, change.key, change.tier)
+            assert (copy in self.followed) is not change.readable
+            self.followed ^= {copy}
+        changes.clear()
+        blocks = [b for realm in self.core.state.realms.values() for b in realm.index.values()]
+        assert self.followed == {(b.realm, b.key, tier) for b in blocks for tier in Tier if b.mask & tier.bit}
 
 
 def _is_block(seen: list[object], block: Block) -> bool:
