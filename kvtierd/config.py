@@ -42,8 +42,8 @@ from kvtierd.units import (
 
 __all__ = [
     "MAX_DURATION_S", "MAX_TENANT_NAME", "Config", "CpuConfig", "Duration", "EventsConfig", "HbmConfig", "LogConfig", "Mode",
-    "NvmeConfig", "OptionalDuration", "PolicyConfig", "ServerConfig", "Size", "TenantConfig", "field_paths", "load_config",
-    "parse_address", "parse_duration", "parse_mode", "parse_size", "parse_ttl", "value_of",
+    "NvmeConfig", "OptionalDuration", "PolicyConfig", "ServerConfig", "Size", "TenantConfig", "TracingConfig", "field_paths",
+    "load_config", "parse_address", "parse_duration", "parse_mode", "parse_size", "parse_ttl", "value_of",
 ]  # fmt: skip
 
 MAX_DEADLINE_S: Final = 86400.0
@@ -257,6 +257,17 @@ class EventsConfig(_Section):
         return self
 
 
+class TracingConfig(_Section):
+    """OpenTelemetry spans of calls that clients trace. Needs the extra ``kvtierd[otel]``."""
+
+    endpoint: str | None = Field(
+        None, pattern="^https?://.+", description='OTLP collector, such as "http://127.0.0.1:4317"; not set: no spans.'
+    )
+    protocol: str = Field(
+        "grpc", pattern="^(grpc|http)$", description="OTLP over gRPC, or over HTTP with its whole URL as endpoint."
+    )
+
+
 class Config(_Section):
     """The whole configuration."""
 
@@ -268,6 +279,7 @@ class Config(_Section):
     tenants: dict[str, TenantConfig] = Field(default_factory=dict)
     log: LogConfig = Field(default_factory=LogConfig)
     events: EventsConfig = Field(default_factory=EventsConfig)
+    tracing: TracingConfig = Field(default_factory=TracingConfig)
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:

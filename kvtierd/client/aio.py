@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar
 
 import grpc
 
+from kvtierd import tracing
 from kvtierd.client.buffers import Buffers, Keys
 from kvtierd.client.client import DEFAULT_TIMEOUT_S, Client
 from kvtierd.client.control import Pin, Prefetch
@@ -42,7 +43,7 @@ class _Pool:
     async def run(self, call: Callable[[], T], cancel: Callable[[], None], undo: Callable[[T], None] | None = None) -> T:
         """Run ``call``. When the caller is cancelled: ``cancel()``, wait for the thread, then ``undo`` the result."""
         async with self._turn:
-            future = asyncio.get_running_loop().run_in_executor(self._executor, call)
+            future = asyncio.get_running_loop().run_in_executor(self._executor, tracing.carried(call))
             try:
                 return await asyncio.shield(future)
             except asyncio.CancelledError:

@@ -8,6 +8,7 @@ from typing import Any, Final
 import grpc
 import numpy as np
 
+from kvtierd import tracing
 from kvtierd.client.buffers import Bytes1D
 from kvtierd.client.deadline import Deadline
 from kvtierd.client.loading import wire_reason
@@ -65,7 +66,9 @@ def _save_part(
                     token, ttl = b"", 0
 
     call = _stub(session).SaveBytes
-    response: pb.SaveBytesResponse = _answered(session, lambda: call(messages(), timeout=deadline.remaining_s))
+    response: pb.SaveBytesResponse = _answered(
+        session, lambda: call(messages(), timeout=deadline.remaining_s, metadata=_metadata())
+    )
     return response
 
 
@@ -128,7 +131,7 @@ def _load_part(session: Session, keys: bytes, start: int, deadline: Deadline, re
 
     def consume() -> Any:
         nonlocal parts, filled, reason
-        for message in _stub(session).LoadBytes(request, timeout=deadline.remaining_s):
+        for message in _stub(session).LoadBytes(request, timeout=deadline.remaining_s, metadata=_metadata()):
             if message.done:
                 reason = wire_reason(message.reason)
                 continue
@@ -142,6 +145,11 @@ def _load_part(session: Session, keys: bytes, start: int, deadline: Deadline, re
 
     _answered(session, consume)
     return reason
+
+
+def _metadata() -> tuple[tuple[str, str], ...]:
+    traceparent = tracing.traceparent()
+    return (("traceparent", traceparent),) if traceparent else ()
 
 
 def _stub(session: Session) -> Any:

@@ -22,11 +22,12 @@ from kvtierd.client.copying import DEFAULT_COPY_THREADS, Copier
 from kvtierd.client.deadline import Deadline
 from kvtierd.client.link import Link
 from kvtierd.client.loading import Fetch, reason_of
-from kvtierd.client.results import PASSING, UNAVAILABLE, LoadedBytes, LoadResult, LookupResult, SaveResult
+from kvtierd.client.results import PASSING, UNAVAILABLE, LoadedBytes, LoadResult, LookupResult, SaveResult, told
 from kvtierd.client.saving import Reservation, rejection, wire_ttl_ms
 from kvtierd.client.session import Session, SessionSettings
 from kvtierd.errors import DaemonUnavailableError
 from kvtierd.model import Namespace, Tier
+from kvtierd.tracing import traced
 
 DEFAULT_TIMEOUT_S: Final = 1.0
 
@@ -115,6 +116,7 @@ class Client(Connection):
         """
         return self.lookup_until(self._deadline(timeout_s), keys, each, tenant)
 
+    @traced("kvtierd.lookup", told)
     def lookup_until(self, deadline: Deadline, keys: Keys, each: bool = False, tenant: str = "") -> LookupResult:
         """As ``lookup``, with a deadline that another thread can bring forward."""
         packed = pack_keys(keys)
@@ -145,6 +147,7 @@ class Client(Connection):
         """
         return self.save_until(self._deadline(timeout_s), keys, buffers, wait_s, ttl_s)
 
+    @traced("kvtierd.save", told)
     def save_until(
         self, deadline: Deadline, keys: Keys, buffers: Buffers, wait_s: float = 0.0, ttl_s: float | None = None
     ) -> SaveResult:
@@ -185,6 +188,7 @@ class Client(Connection):
         """
         return self.load_until(self._deadline(timeout_s), keys, buffers, each)
 
+    @traced("kvtierd.load", told)
     def load_until(self, deadline: Deadline, keys: Keys, buffers: Buffers, each: bool = False) -> LoadResult:
         """As ``load``, with a deadline that another thread can bring forward."""
         packed = pack_keys(keys)
@@ -217,6 +221,7 @@ class Client(Connection):
         """
         return self.reserve_until(self._deadline(timeout_s), keys, wait_s, tenant, ttl_s)
 
+    @traced("kvtierd.reserve", told)
     def reserve_until(
         self, deadline: Deadline, keys: Keys, wait_s: float = 0.0, tenant: str = "", ttl_s: float | None = None
     ) -> Reservation:
@@ -248,6 +253,7 @@ class Client(Connection):
         """
         return self.fetch_until(self._deadline(timeout_s), keys, each, tenant)
 
+    @traced("kvtierd.fetch", told)
     def fetch_until(self, deadline: Deadline, keys: Keys, each: bool = False, tenant: str = "") -> Fetch:
         """As ``fetch``, with a deadline that another thread can bring forward."""
         packed = pack_keys(keys)
@@ -263,6 +269,7 @@ class Client(Connection):
         """As ``save``, with the bytes in the messages, on any session."""
         return self.save_bytes_until(self._deadline(timeout_s), keys, buffers, ttl_s)
 
+    @traced("kvtierd.save_bytes", told)
     def save_bytes_until(self, deadline: Deadline, keys: Keys, buffers: Buffers, ttl_s: float | None = None) -> SaveResult:
         """As ``save_bytes``, with a deadline of the caller's."""
         packed, ttl_ms = pack_keys(keys), wire_ttl_ms(ttl_s)
@@ -282,6 +289,7 @@ class Client(Connection):
         """As ``load``, with the bytes in the messages and in the result, on any session."""
         return self.load_bytes_until(self._deadline(timeout_s), keys, each)
 
+    @traced("kvtierd.load_bytes", told)
     def load_bytes_until(self, deadline: Deadline, keys: Keys, each: bool = False) -> LoadedBytes:
         """As ``load_bytes``, with a deadline of the caller's."""
         packed = pack_keys(keys)
@@ -321,6 +329,7 @@ class Client(Connection):
         seconds = deadline_s if wait else self.timeout_s if timeout_s is None else timeout_s
         return self.prefetch_until(Deadline(seconds), keys, deadline_s, wait, request_id, tenant)
 
+    @traced("kvtierd.prefetch", told)
     def prefetch_until(
         self, deadline: Deadline, keys: Keys, deadline_s: float, wait: bool, request_id: str, tenant: str = ""
     ) -> Prefetch:

@@ -109,3 +109,18 @@ class ClientStatus:
     """True when the daemon has said that it is shutting down."""
     error: str
     """Why there is no session; empty when there is one."""
+
+
+def told(result: object) -> dict[str, int | str]:
+    """What a span says of a result: how many blocks it is about, and why there are not more."""
+    found: dict[str, int | str] = {}
+    for name in ("held", "saved", "loaded"):
+        count = getattr(result, name, None)
+        if isinstance(count, int):
+            found[name] = count
+    for tier, count in getattr(result, "by_tier", {}).items():
+        found[f"loaded_{tier.name.lower()}"] = count
+    reason = getattr(result, "reason", None)
+    if isinstance(reason, Reason):
+        found["reason"] = reason.name.lower()
+    return found

@@ -19,6 +19,7 @@ import grpc
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
+from kvtierd import tracing
 from kvtierd.client.address import socket_path
 from kvtierd.client.deadline import Deadline
 from kvtierd.errors import DaemonUnavailableError, KvtierdError, Reason, RequestError
@@ -264,6 +265,8 @@ class SessionStream:
             raise RequestError(Reason.OVERLOADED, f"{MAX_CALLS_IN_FLIGHT} calls are in flight; wait for some of them")
         call_id = next(self._ids)
         message.call.id = call_id
+        if tracing.on:
+            message.call.traceparent = tracing.traceparent()
         pending = self._pending[call_id] = PendingCall(self, call_id, field)
         self._outbox.put(message)
         # Looked at after the call is listed: whoever ends the stream sets this first and then fails all listed calls.

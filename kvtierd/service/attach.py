@@ -22,6 +22,7 @@ from kvtierd.model import MAX_KEYS_PER_CALL, Namespace
 from kvtierd.runtime import Attached, Runtime
 from kvtierd.service.calls import Calls
 from kvtierd.service.metrics import Metrics
+from kvtierd.service.spans import call_span
 from kvtierd.service.status import as_request_error, code_number
 from kvtierd.v1 import kvtier_pb2 as pb
 
@@ -174,6 +175,10 @@ class AttachStream:
             self._calls.answered(kind.capitalize(), "OK", began_s)
 
     async def _simple(self, attached: Attached, call: pb.Call, kind: str) -> None:
+        with call_span(kind, call.traceparent):
+            await self._reply(attached, call, kind)
+
+    async def _reply(self, attached: Attached, call: pb.Call, kind: str) -> None:
         calls = self._calls
         reply = pb.Reply(id=call.id, last=True)
         undo: Callable[[], None] = _nothing
@@ -203,7 +208,7 @@ class AttachStream:
 
     async def _load(self, attached: Attached, call: pb.Call) -> None:
         request = call.load
-        ticket = await self._calls.begin_load(attached, request)
+        ticket = await self._calls.begin_load(attached, request, call.traceparent)
         undo = functools.partial(self._calls.undo_step, attached)
         step = self._calls.load_step(ticket)
         if step is not None:
@@ -213,11 +218,11 @@ class AttachStream:
             try:
                 self._spawn_call(call.id, self._send_steps(call.id, self._calls.load_steps(ticket), "load", undo))
             except RequestError:
-                self._rt.abandon(ticket)
+                self._calls.abandon_load(ticket)
                 raise
 
     async def _prefetch(self, attached: Attached, call: pb.Call) -> None:
-        ticket = await self._calls.begin_prefetch(attached, call.prefetch)
+        ticket = await self._calls.begin_prefetch(attached, call.prefetch, call.traceparent)
         steps = self._calls.prefetch_steps(ticket, wait=call.prefetch.wait)
         try:
             self._spawn_call(call.id, self._send_steps(call.id, steps, "prefetch"))

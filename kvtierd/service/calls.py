@@ -16,6 +16,7 @@ from kvtierd.model import MAX_TTL_S, Tier, count_keys, split_keys
 from kvtierd.runtime import Attached, Runtime
 from kvtierd.service.logs import SlowLog
 from kvtierd.service.metrics import Metrics
+from kvtierd.service.spans import ReadSpans
 from kvtierd.v1 import kvtier_pb2 as pb
 
 MAX_REQUEST_ID: Final = 64
@@ -31,8 +32,9 @@ UNHURRIED: Final = frozenset(["Attach", "Prefetch"])
 class Calls:
     """Data calls over a runtime. Every method raises RequestError for what it cannot serve."""
 
-    def __init__(self, runtime: Runtime, metrics: Metrics, slow: SlowLog) -> None:
+    def __init__(self, runtime: Runtime, metrics: Metrics, slow: SlowLog, spans: ReadSpans) -> None:
         self._rt = runtime
+        self._spans = spans
         self._metrics = metrics
         self._slow = slow
         self._epoch = runtime.boot_epoch
@@ -134,7 +136,9 @@ class Calls:
 
     # ---- load
 
-    async def begin_load(self, attached: Attached, request: pb.LoadRequest | pb.LoadBytesRequest) -> ReadTicket:
+    async def begin_load(
+        self, attached: Attached, request: pb.LoadRequest | pb.LoadBytesRequest, traceparent: str = ""
+    ) -> ReadTicket:
         """Start a load; answers come from :meth:`load_step`."""
         realm = await self.realm(attached, request.tenant)
         keys = split_keys(request.keys)
@@ -142,10 +146,12 @@ class Calls:
         self._check_name(attached, name)
         ticket = self._rt.load(attached, realm, keys, self._seconds(request.deadline_ms), each=request.each)
         self._give_name(attached, name, ticket.ticket_id)
+        self._spans.begin(ticket, traceparent)
         return ticket
 
     def undo_load(self, attached: Attached, ticket: ReadTicket) -> None:
         """Unpin everything of a load that did not end well for its caller."""
+        self._spans.end(ticket)
         self._rt.unwatch(ticket)
         self._rt.release_if_open(attached, ticket.ticket_id, ())
 
@@ -159,6 +165,8 @@ class Calls:
         indexes, slots, done = self._rt.collect(ticket)
         if not indexes and not done:
             return None
+        if done:
+            self._spans.end(ticket)
         tenant = ticket.realm.tenant.name
         self._metrics.loaded(tenant, len(indexes), len(indexes) * ticket.realm.namespace.block_bytes, "shm")
         return pb.LoadResponse(
@@ -184,7 +192,12 @@ class Calls:
                 yield step
         finally:
             if not finished:
-                self._rt.abandon(ticket)
+                self.abandon_load(ticket)
+
+    def abandon_load(self, ticket: ReadTicket) -> None:
+        """The caller of a load has gone: unpin what it was not given."""
+        self._spans.end(ticket)
+        self._rt.abandon(ticket)
 
     def release(self, attached: Attached, request: pb.ReleaseRequest) -> pb.ReleaseResponse:
         """See ``KvTierService.Release``."""
@@ -195,10 +208,12 @@ class Calls:
 
     # ---- prefetch
 
-    async def begin_prefetch(self, attached: Attached, request: pb.PrefetchRequest) -> ReadTicket:
+    async def begin_prefetch(self, attached: Attached, request: pb.PrefetchRequest, traceparent: str = "") -> ReadTicket:
         """Start a prefetch; answers come from :meth:`prefetch_step`."""
         realm = await self.realm(attached, request.tenant)
-        return self._rt.prefetch(attached, realm, split_keys(request.keys), self._seconds(request.deadline_ms))
+        ticket = self._rt.prefetch(attached, realm, split_keys(request.keys), self._seconds(request.deadline_ms))
+        self._spans.begin(ticket, traceparent)
+        return ticket
 
     def prefetch_step(self, ticket: ReadTicket) -> pb.PrefetchResponse:
         """How far a prefetch is."""

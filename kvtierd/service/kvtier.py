@@ -18,11 +18,15 @@ from kvtierd.service.attach import AttachStream
 from kvtierd.service.bytes_path import BytesSaver
 from kvtierd.service.calls import Calls, checked_ttl
 from kvtierd.service.metrics import Metrics
+from kvtierd.service.spans import call_span, traceparent_of
 from kvtierd.v1 import kvtier_pb2 as pb
 from kvtierd.v1 import kvtier_pb2_grpc
 
 PART_BYTES: Final = 2 << 20
 """Most payload of one LoadBytes message."""
+
+OWN_SPANS: Final = frozenset(["Attach", "Load", "LoadBytes", "Prefetch"])
+"""Methods that last longer than a call, or whose tickets have the span."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 _Call = Callable[[Attached, Any], Awaitable[Any]]
@@ -43,7 +47,8 @@ class KvTierServicer(kvtier_pb2_grpc.KvTierServiceServicer):
         """Run a call: time it, count it, and turn what goes wrong into a status with a reason."""
         began_s = time.perf_counter()
         try:
-            answer = await work()
+            with call_span(method.lower(), "" if method in OWN_SPANS else traceparent_of(context)):
+                answer = await work()
         except (asyncio.CancelledError, grpc.aio.BaseError) as e:
             self._calls.answered(method, "CANCELLED", began_s)
             if isinstance(e, asyncio.CancelledError):
@@ -134,7 +139,7 @@ class KvTierServicer(kvtier_pb2_grpc.KvTierServiceServicer):
 
         async def work() -> None:
             attached = self._calls.session(request.session)
-            ticket = await self._calls.begin_load(attached, request)
+            ticket = await self._calls.begin_load(attached, request, traceparent_of(context))
             try:
                 async with contextlib.aclosing(self._calls.load_steps(ticket)) as steps:
                     async for step in steps:
@@ -149,7 +154,7 @@ class KvTierServicer(kvtier_pb2_grpc.KvTierServiceServicer):
         """See the proto."""
 
         async def work() -> None:
-            ticket = await self._calls.begin_prefetch(self._calls.session(request.session), request)
+            ticket = await self._calls.begin_prefetch(self._calls.session(request.session), request, traceparent_of(context))
             async for step in self._calls.prefetch_steps(ticket, wait=request.wait):
                 await context.write(step)
 
@@ -185,7 +190,7 @@ class KvTierServicer(kvtier_pb2_grpc.KvTierServiceServicer):
 
         async def work() -> None:
             attached = self._calls.session(request.session)
-            ticket = await self._calls.begin_load(attached, request)
+            ticket = await self._calls.begin_load(attached, request, traceparent_of(context))
             shards = ticket.realm.namespace.shard_bytes
             reason = 0
             try:

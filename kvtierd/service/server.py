@@ -17,7 +17,7 @@ import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from kvtierd import __version__
+from kvtierd import __version__, tracing
 from kvtierd.config import Config, ServerConfig
 from kvtierd.core.stats import StatsSnapshot
 from kvtierd.errors import StartupError
@@ -33,6 +33,7 @@ from kvtierd.service.kvtier import KvTierServicer, add_to_server
 from kvtierd.service.logs import SlowLog, set_up_logging
 from kvtierd.service.metrics import Metrics, watch_loop_lag
 from kvtierd.service.socketpath import SocketPath
+from kvtierd.service.spans import ReadSpans, open_exporter
 from kvtierd.tiers.cpu import check_limits
 from kvtierd.transfer.executor import MoveReport
 from kvtierd.v1 import admin_pb2, admin_pb2_grpc, kvtier_pb2
@@ -51,6 +52,7 @@ class Daemon:
         self.config = config
         self.metrics = Metrics(tenants=config.tenants)
         self._slow = SlowLog(config.log.slow)
+        self._spans = ReadSpans()
         self.runtime: Runtime
         self._socket = SocketPath(config.server.socket, socket.SOCK_STREAM, key="server.socket", name="gRPC socket", private=True)
         self.stopping = asyncio.Event()
@@ -87,6 +89,7 @@ class Daemon:
             self.runtime = Runtime(config)
             # Health is answered from the start, so that a long recovery is not taken for a hang.
             await self._start_http(stack)
+            self._open_tracing(stack)
             events = self._open_events(stack)
             gc.disable()  # recovery makes millions of objects that all stay
             await self.runtime.start()
@@ -136,6 +139,13 @@ class Daemon:
         events.open()
         return events
 
+    def _open_tracing(self, stack: contextlib.AsyncExitStack) -> None:
+        if self.config.tracing.endpoint is None:
+            return
+        provider = open_exporter(self.config.tracing)
+        stack.push_async_callback(asyncio.to_thread, provider.shutdown)
+        tracing.enable(provider)
+
     async def _start_grpc(self, stack: contextlib.AsyncExitStack) -> KvTierServicer:
         limits = self.config.server
         server = grpc.aio.server(
@@ -146,7 +156,7 @@ class Daemon:
                 ("grpc.so_reuseport", 0),
             ],
         )
-        servicer = KvTierServicer(self.runtime, Calls(self.runtime, self.metrics, self._slow), self.metrics)
+        servicer = KvTierServicer(self.runtime, Calls(self.runtime, self.metrics, self._slow, self._spans), self.metrics)
         add_to_server(servicer, server)
         admin_pb2_grpc.add_KvTierAdminServiceServicer_to_server(AdminServicer(self.runtime, self.metrics, self.config), server)
         names = [pb2.DESCRIPTOR.services_by_name[n].full_name for pb2, n in _SERVICES]
@@ -197,6 +207,7 @@ class Daemon:
 
     def _count_moves(self, report: MoveReport) -> None:
         metrics = self.metrics
+        self._spans.moved(report)
         metrics.queue_wait(report.priority.name.lower(), report.waited_s)
         metrics.move_seconds(report.src_tier, report.dst_tier, report.took_s)
         edge = f"moving blocks from {report.src_tier.name.lower()} to {report.dst_tier.name.lower()}"

@@ -208,7 +208,7 @@ class Event(_message.Message):
     def __init__(self, kind: _Optional[_Union[Event.Kind, str]] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class Call(_message.Message):
-    __slots__ = ("id", "lookup", "prefetch", "cancel", "save", "commit", "abort", "load", "release", "evict", "pin", "unpin")
+    __slots__ = ("id", "lookup", "prefetch", "cancel", "save", "commit", "abort", "load", "release", "evict", "pin", "unpin", "traceparent")
     ID_FIELD_NUMBER: _ClassVar[int]
     LOOKUP_FIELD_NUMBER: _ClassVar[int]
     PREFETCH_FIELD_NUMBER: _ClassVar[int]
@@ -221,6 +221,7 @@ class Call(_message.Message):
     EVICT_FIELD_NUMBER: _ClassVar[int]
     PIN_FIELD_NUMBER: _ClassVar[int]
     UNPIN_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     id: int
     lookup: LookupRequest
     prefetch: PrefetchRequest
@@ -233,7 +234,8 @@ class Call(_message.Message):
     evict: EvictRequest
     pin: PinRequest
     unpin: UnpinRequest
-    def __init__(self, id: _Optional[int] = ..., lookup: _Optional[_Union[LookupRequest, _Mapping]] = ..., prefetch: _Optional[_Union[PrefetchRequest, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ..., save: _Optional[_Union[SaveRequest, _Mapping]] = ..., commit: _Optional[_Union[CommitRequest, _Mapping]] = ..., abort: _Optional[_Union[AbortRequest, _Mapping]] = ..., load: _Optional[_Union[LoadRequest, _Mapping]] = ..., release: _Optional[_Union[ReleaseRequest, _Mapping]] = ..., evict: _Optional[_Union[EvictRequest, _Mapping]] = ..., pin: _Optional[_Union[PinRequest, _Mapping]] = ..., unpin: _Optional[_Union[UnpinRequest, _Mapping]] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, id: _Optional[int] = ..., lookup: _Optional[_Union[LookupRequest, _Mapping]] = ..., prefetch: _Optional[_Union[PrefetchRequest, _Mapping]] = ..., cancel: _Optional[_Union[CancelRequest, _Mapping]] = ..., save: _Optional[_Union[SaveRequest, _Mapping]] = ..., commit: _Optional[_Union[CommitRequest, _Mapping]] = ..., abort: _Optional[_Union[AbortRequest, _Mapping]] = ..., load: _Optional[_Union[LoadRequest, _Mapping]] = ..., release: _Optional[_Union[ReleaseRequest, _Mapping]] = ..., evict: _Optional[_Union[EvictRequest, _Mapping]] = ..., pin: _Optional[_Union[PinRequest, _Mapping]] = ..., unpin: _Optional[_Union[UnpinRequest, _Mapping]] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class Reply(_message.Message):
     __slots__ = ("id", "last", "error", "lookup", "prefetch", "cancel", "save", "commit", "abort", "load", "release", "evict", "pin", "unpin")

@@ -61,6 +61,7 @@ def test_a_daemon_tells_slow_calls_and_moves(tmp_path: Path) -> None:
             keys = [b"%032d" % n for n in range(4)]
             client.save(keys, [bytes(1 << 20)] * 4)
             client.lookup(keys)
+            client.lookup(keys)  # a client that leaves may take its last call along before it is counted
         assert daemon.stop() == 0
     finally:
         daemon.kill()

@@ -15,6 +15,7 @@ from typing import Final
 
 import numpy as np
 
+from kvtierd import tracing
 from kvtierd.client import Prefetch
 from kvtierd.connectors.vllm import probes
 from kvtierd.connectors.vllm.backoff import Backoff, FailedKeys
@@ -166,6 +167,7 @@ class Loads:
             timeout_s = min(timeout_s, MIN_WAIT_S)
         keys = {group: some[: count - first] for group, some in keys.items()}
         lookup = Lookup(plan, ctx.pools.clients, keys, first, state.tenant, timeout_s)
+        lookup.traceparent = state.traceparent
         self._prefetching.discard(request.request_id)
         prefetches, state.prefetches = state.prefetches, []
         lookup.on_pinned = partial(_cancel, prefetches)
@@ -259,11 +261,14 @@ class Loads:
         parts = [part(ctx, group, lookup, state.block_ids[group.index], start, last) for group in plan.groups]
         tiers = tokens_by_tier(plan, lookup, external_tokens, last)
         job_id, self._next_job = self._next_job, self._next_job + 1
-        load = Load(job_id, lookup, (lookup.first_chunk, last), tiers, time.monotonic())
+        state.traceparent = state.traceparent or lookup.traceparent
+        span = tracing.begin("kvtierd.scheduler.load", state.traceparent, tokens=external_tokens)
+        load = Load(job_id, lookup, (lookup.first_chunk, last), tiers, time.monotonic(), span)
         state.load, state.lookup, state.promised_s = load, None, 0.0
         self.asking -= 1
         self._open[job_id] = (load, None)
-        return LoadJob(job_id, state.request.request_id, parts, _NO_BLOCKS, ctx.settings.load_timeout_ms / 1000)
+        timeout_s = ctx.settings.load_timeout_ms / 1000
+        return LoadJob(job_id, state.request.request_id, parts, _NO_BLOCKS, timeout_s, span.traceparent)
 
     # ---- what the workers say
 
@@ -279,6 +284,7 @@ class Loads:
             return
         load, state.load = state.load, None
         _, report = self._open.pop(load.job_id, (load, None))
+        load.span.end("" if report is not None and report.ok else "failed")
         try:
             if report is not None and report.ok:
                 self._went_well(ctx, state, load, report)
@@ -322,6 +328,7 @@ class Loads:
         load, state.load = state.load, None
         if load is not None:
             self._open.pop(load.job_id, None)
+            load.span.end("lost")
             if load.lookup is not None:
                 load.lookup.close()
 
@@ -353,6 +360,7 @@ class Loads:
     def close(self) -> None:
         """Let go of everything. The sessions have ended."""
         for load, _ in self._open.values():
+            load.span.end("the engine has ended")
             if load.lookup is not None:
                 load.lookup.close()
         self._open.clear()
@@ -401,7 +409,8 @@ def _prefetch(ctx: Context, state: RequestState, packed: dict[int, bytes]) -> No
     for pool, keys in packed.items():
         if state.asked:
             return
-        prefetch = ctx.pools.clients[pool].prefetch(keys, seconds, request_id=name, tenant=state.tenant)
+        with tracing.span("kvtierd.scheduler.prefetch", state.traceparent):
+            prefetch = ctx.pools.clients[pool].prefetch(keys, seconds, request_id=name, tenant=state.tenant)
         state.prefetches.append(prefetch)
         if state.asked:  # meanwhile, and whoever asked may not have seen this one
             prefetch.cancel()

@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
+from kvtierd import tracing
 from kvtierd.client import Client, Fetch
 from kvtierd.connectors.vllm.identity import EnginePlan, GroupPlan
 from kvtierd.connectors.vllm.logs import warn_rarely
@@ -119,6 +120,8 @@ class Lookup:
         self.read: tuple[int, float] = (0, 0.0)
         """Bytes of all shards that were on NVMe only and have become ready, and the seconds that it took."""
         self._begun_s = 0.0
+        self.traceparent = ""
+        """What its span belongs to, and once it runs that span itself."""
         self.on_pinned: Callable[[], None] | None = None
         """Called in the background once the daemon has been asked for the blocks."""
 
@@ -131,6 +134,12 @@ class Lookup:
 
     def run(self) -> None:
         """Ask, and wait for what is held, until all is there, the deadline or ``cancel``."""
+        with tracing.span("kvtierd.scheduler.lookup", self.traceparent, chunks=self.count) as span:
+            self.traceparent = span.traceparent
+            self._run()
+            span.set(ready=sum(ready.count for ready in self._ready.values()), late=self.late)
+
+    def _run(self) -> None:
         try:
             if not self._closed:
                 self._ready = self._choose()

@@ -70,6 +70,8 @@ class LoadJob:
     lost_blocks: NDArray[np.int64]
     """Where ``parts`` is empty: have the load reported as failed, with these blocks."""
     timeout_s: float
+    traceparent: str = ""
+    """The span of the load, where it is traced."""
 
     @property
     def blocks(self) -> list[int]:

@@ -10,6 +10,7 @@ from kvtierd.client import Prefetch
 from kvtierd.connectors.lmcache import RequestSettings
 from kvtierd.connectors.vllm.lookups import Lookup
 from kvtierd.connectors.vllm.probes import Probe
+from kvtierd.tracing import NO_SPAN, Span
 
 
 @dataclass(slots=True)
@@ -23,6 +24,7 @@ class Load:
     """First and one past the last chunk."""
     tokens_by_tier: dict[str, int]
     started_s: float
+    span: Span = NO_SPAN
 
 
 @dataclass(slots=True)
@@ -50,6 +52,7 @@ class RequestState:
         local_tokens: tokens that the engine holds for it, or that this connector has loaded, since its blocks were allocated.
         computed: tokens that the last step it was part of has left in its blocks; 0 until there is one.
         doubtful_until: number of the step up to which it is not certain that its first blocks have any content.
+        traceparent: what its spans belong to; "" for nothing.
         stale: it began before a reset, so its blocks must not be saved under new keys.
     """
 
@@ -74,6 +77,7 @@ class RequestState:
     computed: int = 0
     doubtful_until: int = 0
     stale: bool = False
+    traceparent: str = ""
 
     def forget_probe(self) -> None:
         """Nobody wants to know that any more."""

@@ -30,6 +30,7 @@ class Save:
     """The engine's own hashes of each chunk's blocks, where events are published."""
     epoch: int
     """See ``Saves.forget``."""
+    traceparent: str = ""
     started_s: float = field(default_factory=time.monotonic)
     reservation: Reservation | None = None
     granted: list[int] = field(default_factory=list)

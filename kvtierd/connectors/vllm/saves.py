@@ -22,6 +22,7 @@ from typing import Final
 
 import numpy as np
 
+from kvtierd import tracing
 from kvtierd.client import Reservation
 from kvtierd.connectors.vllm.context import Context
 from kvtierd.connectors.vllm.identity import GroupPlan
@@ -206,6 +207,7 @@ class Saves:
             settings.ttl_s,
             hashes,
             self._epoch,
+            state.traceparent,
         )
         self._block_pool.touch([b for chunk in blocks for b in chunk])
         self._next_id += 1
@@ -321,6 +323,10 @@ class Saves:
     # ---- in the background
 
     def _ask(self, save: Save) -> None:
+        with tracing.span("kvtierd.scheduler.save", save.traceparent, keys=len(save.keys)):
+            self._reserve(save)
+
+    def _reserve(self, save: Save) -> None:
         held: list[bytes] = []
         try:
             remaining_s = self._timeout_s - (time.monotonic() - save.started_s)

@@ -29,6 +29,7 @@ from kvtierd.connectors.vllm.pools import Pools
 from kvtierd.connectors.vllm.requests import RequestState, tenant_of
 from kvtierd.connectors.vllm.saves import Saves
 from kvtierd.connectors.vllm.settings import Settings
+from kvtierd.connectors.vllm.traces import follow, parent_of
 from kvtierd.errors import KvtierdError
 
 CALL_THREADS: Final = 4
@@ -60,6 +61,7 @@ class SchedulerSide:
         keeps_stepping: bool,
         failed: Callable[[str], None],
     ) -> None:
+        follow(vllm_config)
         self._config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._settings = settings
@@ -200,7 +202,9 @@ class SchedulerSide:
                 warn_rarely("kvtierd: request %s is served without a cache: %s", request.request_id, e)
                 settings, bypass = request_settings(None), True
             tenant = tenant_of(settings, getattr(request, "cache_salt", None), self._settings.salt_tenants)
-            state = self._requests[request.request_id] = RequestState(request, settings, tenant, bypass)
+            state = self._requests[request.request_id] = RequestState(
+                request, settings, tenant, bypass, traceparent=parent_of(request)
+            )
         return state
 
     def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:

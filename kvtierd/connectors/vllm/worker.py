@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 
+from kvtierd import tracing
 from kvtierd.client import ExtentMap
 from kvtierd.connectors.vllm.background import Background
 from kvtierd.connectors.vllm.copying import BlockCopier, Chunk, make_copier, self_test
@@ -32,6 +33,7 @@ from kvtierd.connectors.vllm.metadata import (
     SaveJob,
     SessionInfo,
 )
+from kvtierd.connectors.vllm.traces import follow
 from kvtierd.errors import DaemonUnavailableError, KvtierdError, RequestError
 
 T = TypeVar("T")
@@ -53,6 +55,7 @@ class WorkerSide:
     """
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, rank: Rank, tp_size: int) -> None:
+        follow(vllm_config)
         self._config = vllm_config
         self._kv_cache_config = kv_cache_config
         self.rank = rank
@@ -298,6 +301,7 @@ class WorkerSide:
 
     def _load(self, job: LoadJob, fence: object | None, until_s: float) -> None:
         report = Report()
+        span = tracing.begin("kvtierd.worker.load", job.traceparent) if job.traceparent else tracing.NO_SPAN
 
         def late() -> bool:
             return time.monotonic() > until_s or self._closed
@@ -314,6 +318,8 @@ class WorkerSide:
                 report.seconds += seconds
 
         self._try(report, "load", run, late)
+        span.set(rank=str(self.rank), bytes=report.nbytes, copy_s=report.seconds)
+        span.end("" if report.ok else f"{report.cause}: {report.reason}")
         self._load_ended(job, report)
 
     def _save(self, job: SaveJob, fence: object | None) -> None:
