@@ -13,6 +13,7 @@ from kvtierd.core.slots import NewExtent, RetireExtent
 from kvtierd.core.stats import Change
 from kvtierd.core.tier_core import TierCore
 from kvtierd.model import Result, Tier
+from kvtierd.runtime import decisions
 from kvtierd.runtime.background import Background
 from kvtierd.runtime.sessions import Sessions
 from kvtierd.runtime.waiting import Waiters
@@ -67,6 +68,9 @@ class CommandRunner:
         """Told of copies that came and went, where ``core.state.changes`` collects them."""
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at_s = float("inf")
+        self._forgotten = decisions.Forgotten()
+        if decisions.wanted():
+            self._forgotten.tell(core.state.counts)
         self._applying = False
         self._closing = False
 
@@ -83,15 +87,20 @@ class CommandRunner:
         if self._applying:
             return  # an outer call is running commands; it goes on until there are none
         self._applying = True
+        telling = decisions.wanted()
         try:
             while commands := self._core.take_commands():
                 for command in commands:
+                    if telling:
+                        _tell(command)
                     try:
                         self._run(command)
                     except Exception as e:
                         self._failed(command, e)
         finally:
             self._applying = False
+        if telling:
+            self._forgotten.tell(self._core.state.counts)
         self._set_timer()
         changes = self._core.state.changes
         if changes:
@@ -176,6 +185,8 @@ class CommandRunner:
         self.apply()
 
     def _moved(self, report: MoveReport) -> None:
+        if decisions.wanted():
+            decisions.tell_moved(report)
         self._core.moves_done(self._clock.now(), [(move.move_id, result) for move, result in report.results])
         self.apply()
         self.on_moves(report)
@@ -193,3 +204,10 @@ class CommandRunner:
         self._timer = None
         self._core.tick(self._clock.now())
         self.apply()
+
+
+def _tell(command: Command) -> None:
+    if isinstance(command, StartMoves):
+        decisions.tell_moves(command)
+    elif isinstance(command, NewExtent | RetireExtent):
+        decisions.tell_extent(command)

@@ -21,6 +21,7 @@ from kvtierd.core.tickets import PinTicket, ReadTicket, SaveGrant
 from kvtierd.core.tier_core import TierCore
 from kvtierd.errors import Reason, RequestError
 from kvtierd.model import DEFAULT_TENANT, Namespace, Tier
+from kvtierd.runtime import decisions
 from kvtierd.runtime.background import Background
 from kvtierd.runtime.commands import CommandRunner
 from kvtierd.runtime.restart import BudgetKeeper, recover, snapshot_chunks
@@ -145,7 +146,13 @@ class Runtime:
         if not tenant.isprintable() or len(tenant) > MAX_TENANT_NAME:
             raise RequestError(Reason.BAD_REQUEST, f"a tenant name has at most {MAX_TENANT_NAME} printable characters")
         kept = (realm_id for attached in self.sessions for realm_id in attached.realm_ids)  # looked at only when places are rare
+        before = set(self.core.state.realms) if decisions.wanted() else set()
         realm, _ = self.core.open_realm(tenant, namespace, kept=kept)
+        if decisions.wanted():
+            fingerprint, gone = realm.fingerprint.hex()[: decisions.KEY_CHARS], len(before - self.core.state.realms.keys())
+            decisions.tell("realm opened", realm=realm.realm_id, tenant=tenant, model=namespace.model, namespace=fingerprint)
+            if gone:
+                decisions.tell("realms forgotten", realms=gone)
         if self.nvme is None:
             return realm
         realm.writable = False
@@ -212,6 +219,12 @@ class Runtime:
         self, attached: Attached, realm: Realm, keys: list[bytes], wait_s: float, ttl_s: float | None = None
     ) -> SaveGrant:
         """Grant slots; keys refused for lack of room are tried again until ``wait_s`` has passed."""
+        grant = await self._save(attached, realm, keys, wait_s, ttl_s)
+        if decisions.wanted():
+            decisions.tell_save(attached, realm.tenant.name, keys, grant)
+        return grant
+
+    async def _save(self, attached: Attached, realm: Realm, keys: list[bytes], wait_s: float, ttl_s: float | None) -> SaveGrant:
         self.check_alive(attached)
         space = self._waiters.room
         grant = self._grant(attached, realm, keys, ttl_s)
@@ -244,6 +257,8 @@ class Runtime:
         """Publish filled blocks."""
         published = self.core.commit(self.now(), attached.core, ticket_id, indexes)
         self.apply()
+        if decisions.wanted():
+            decisions.tell("commit", session=attached.session_id, ticket=ticket_id, blocks=len(published))
         return published
 
     def abort(self, attached: Attached, ticket_id: int, indexes: Iterable[int]) -> None:
@@ -255,15 +270,17 @@ class Runtime:
         """Begin a load; ``deadline_s`` is a duration."""
         self.check_alive(attached)
         ticket = self.core.load(self.now(), attached.core, realm, keys, self.now() + deadline_s, each=each)
-        return self._watched(ticket)
+        return self._watched(attached, ticket, keys)
 
     def prefetch(self, attached: Attached, realm: Realm, keys: list[bytes], deadline_s: float) -> ReadTicket:
         """Begin a prefetch; ``deadline_s`` is a duration."""
         self.check_alive(attached)
         ticket = self.core.prefetch(self.now(), attached.core, realm, keys, self.now() + deadline_s)
-        return self._watched(ticket)
+        return self._watched(attached, ticket, keys)
 
-    def _watched(self, ticket: ReadTicket) -> ReadTicket:
+    def _watched(self, attached: Attached, ticket: ReadTicket, keys: list[bytes]) -> ReadTicket:
+        if decisions.wanted():
+            decisions.tell_read(attached, ticket, keys)
         if ticket.waiting:
             self._waiters.watch(ticket)
         self.apply()
@@ -327,6 +344,10 @@ class Runtime:
         """Keep copies in place for ``expires_s`` seconds."""
         ticket = self.core.pin(self.now(), realms, keys, self.now() + expires_s)
         self.apply()
+        if decisions.wanted():
+            decisions.tell(
+                "pin", ticket=ticket.ticket_id, copies=len(ticket.copies), expires_s=expires_s, first=decisions.short(keys)
+            )
         return ticket
 
     def unpin(self, ticket_id: int, tenant: str | None) -> None:

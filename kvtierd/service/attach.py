@@ -269,7 +269,7 @@ class AttachStream:
 
     async def _fail(self, call_id: int, kind: str, error: Exception, began_s: float) -> None:
         told = as_request_error(error)
-        self._metrics.rejected(told.reason)
+        self._calls.refused(kind.capitalize(), told)
         self._calls.answered(kind.capitalize(), code_number(told.reason), began_s)
         failure = pb.CallError(code=code_number(told.reason), reason=int(told.reason), message=told.message)  # type: ignore[arg-type]
         await self._write(pb.AttachResponse(reply=pb.Reply(id=call_id, last=True, error=failure)))

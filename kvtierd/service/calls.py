@@ -13,7 +13,7 @@ from kvtierd.core.saves import HELD, OUTCOME_NAMES
 from kvtierd.core.tickets import ReadTicket
 from kvtierd.errors import Reason, RequestError
 from kvtierd.model import MAX_TTL_S, Tier, count_keys, split_keys
-from kvtierd.runtime import Attached, Runtime
+from kvtierd.runtime import Attached, Runtime, decisions
 from kvtierd.service.logs import SlowLog
 from kvtierd.service.metrics import Metrics
 from kvtierd.service.spans import ReadSpans
@@ -57,6 +57,12 @@ class Calls:
         self._metrics.rpc(method, code, seconds)
         if method not in UNHURRIED:
             self._slow.check(method, seconds)
+
+    def refused(self, method: str, error: RequestError) -> None:
+        """Count and tell a call that is answered with an error."""
+        self._metrics.rejected(error.reason)
+        if decisions.wanted():
+            decisions.tell("refuse", call=method, reason=error.reason.name.lower(), text=error.message)
 
     # ---- requests that have a name
 

@@ -23,6 +23,7 @@ from kvtierd.config import EventsConfig
 from kvtierd.core.state import CoreState
 from kvtierd.core.stats import Change
 from kvtierd.errors import StartupError
+from kvtierd.runtime.wallclock import WallClock
 from kvtierd.service.events import CLEARED, batches, held
 from kvtierd.service.metrics import Metrics
 from kvtierd.service.socketpath import SocketPath
@@ -62,16 +63,18 @@ class EventPublisher:
         config: with an endpoint.
         socket_mode: permissions of sockets in the file system.
         metrics: count what is told.
+        clock: tells the time that messages and their numbers carry.
     """
 
-    def __init__(self, config: EventsConfig, socket_mode: int, metrics: Metrics) -> None:
+    def __init__(self, config: EventsConfig, socket_mode: int, metrics: Metrics, clock: WallClock) -> None:
         assert config.endpoint is not None
         self._config = config
         self._endpoint = config.endpoint
         self._mode = socket_mode
         self._metrics = metrics
         self._topic = config.topic.encode()
-        self._next_seq = time.time_ns() // 1000
+        self._clock = clock
+        self._next_seq = int(self._wall_s() * 1e6)
         self._past: deque[bytes] = deque()
         """The last messages, of which the newest is number ``_next_seq - 1``."""
         self._past_bytes = 0
@@ -139,9 +142,12 @@ class EventPublisher:
         for events in batches(changes):
             self._send(events)
 
+    def _wall_s(self) -> float:
+        return self._clock.on_wall(self._clock.now())
+
     def _send(self, events: list[dict[str, Any]]) -> None:
         zmq = self._zmq
-        payload = self._encode([time.time(), events, None])
+        payload = self._encode([self._wall_s(), events, None])
         frames = (self._topic, self._next_seq.to_bytes(8, "big"), payload)
         self._next_seq += 1
         self._past.append(payload)

@@ -57,7 +57,7 @@ class KvTierServicer(kvtier_pb2_grpc.KvTierServiceServicer):
             raise asyncio.CancelledError from e
         except Exception as e:
             told = status.as_request_error(e)
-            self._metrics.rejected(told.reason)
+            self._calls.refused(method, told)
             self._calls.answered(method, status.code_number(told.reason), began_s)
             await status.abort(context, told)
         else:

@@ -43,7 +43,7 @@ class SlowLog:
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time (UTC seconds), level, logger, message and, with an exception, its traceback."""
+    """One JSON object a line: time (UTC seconds), level, logger, message, a decision's fields, and an exception's traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Format one record."""
@@ -53,9 +53,11 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "msg": record.getMessage(),
         }
+        # Fields of a decision (runtime/decisions.py); they take nothing's place.
+        line |= {name: value for name, value in getattr(record, "fields", {}).items() if name not in line}
         if record.exc_info:
             line["exc"] = self.formatException(record.exc_info)
-        return json.dumps(line)
+        return json.dumps(line, default=str)
 
 
 def set_up_logging(config: LogConfig) -> None:

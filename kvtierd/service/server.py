@@ -134,7 +134,7 @@ class Daemon:
         config = self.config
         if config.events.endpoint is None:
             return None
-        events = EventPublisher(config.events, config.server.socket_mode, self.metrics)
+        events = EventPublisher(config.events, config.server.socket_mode, self.metrics, self.runtime.wall)
         stack.push_async_callback(events.close)
         events.open()
         return events

@@ -72,7 +72,7 @@ def drained(router: Subscriber) -> list[Any]:
 def save(client: Client, wanted: list[bytes]) -> None:
     """Save all, though only some of them have room at one time."""
     for key in wanted:
-        assert client.save([key], [bytes([key[-1]]) * KIB64], timeout_s=20.0).complete
+        assert client.save([key], [bytes([key[-1]]) * KIB64], timeout_s=20.0, wait_s=15.0).complete
 
 
 def test_a_router_knows_what_is_held(daemon: DaemonProcess, router: Subscriber, make_client: Callable[..., Client]) -> None:

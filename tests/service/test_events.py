@@ -9,6 +9,7 @@ import asyncio
 import socket
 import stat
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
@@ -22,12 +23,14 @@ from kvtierd.core.stats import Change
 from kvtierd.core.tier_core import TierCore
 from kvtierd.errors import ConfigError, StartupError
 from kvtierd.model import Namespace, Tier
+from kvtierd.runtime.wallclock import WallClock
 from kvtierd.service import event_publisher
 from kvtierd.service.event_publisher import EventPublisher
 from kvtierd.service.events import MAX_KEYS
 from kvtierd.service.metrics import Metrics
 from tests.service.subscriber import AllBlocksCleared, BlockRemoved, BlockStored, Subscriber
 
+CLOCK = WallClock(time.monotonic)
 SPACE = Namespace(shard_bytes=(4096,), model="m", block_tokens=256)
 
 
@@ -57,7 +60,7 @@ async def make(tmp_path: Path, metrics: Metrics) -> AsyncIterator[Make]:
         config = EventsConfig(
             endpoint=f"ipc://{tmp_path}/e.sock", replay_endpoint=f"ipc://{tmp_path}/r.sock", topic="kv", **options
         )  # type: ignore[arg-type]
-        publisher = EventPublisher(config, 0o660, metrics)
+        publisher = EventPublisher(config, 0o660, metrics, CLOCK)
         made.append(publisher)
         publisher.open()
         return publisher
@@ -279,7 +282,7 @@ async def test_a_stop_says_that_nothing_is_held(make: Make, subscribe: Callable[
 async def test_sockets_have_permissions_and_are_taken_once(make: Make, tmp_path: Path, metrics: Metrics) -> None:
     publisher = make()
     assert stat.S_IMODE((tmp_path / "e.sock").stat().st_mode) == 0o660
-    second = EventPublisher(EventsConfig(endpoint=f"ipc://{tmp_path}/e.sock"), 0o600, metrics)
+    second = EventPublisher(EventsConfig(endpoint=f"ipc://{tmp_path}/e.sock"), 0o600, metrics, CLOCK)
     with pytest.raises(StartupError, match=r"another kvtierd has the socket of KV events .*set events.endpoint to another path"):
         second.open()
     await second.close()
@@ -290,11 +293,11 @@ async def test_sockets_have_permissions_and_are_taken_once(make: Make, tmp_path:
 async def test_tcp_on_loopback(metrics: Metrics, realm: Realm) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         endpoint = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
-        publisher = EventPublisher(EventsConfig(endpoint=endpoint), 0o600, metrics)
+        publisher = EventPublisher(EventsConfig(endpoint=endpoint), 0o600, metrics, CLOCK)
         with pytest.raises(StartupError, match=rf"cannot listen on {endpoint}: .*; set events.endpoint to another place"):
             publisher.open()
         await publisher.close()
-    publisher = EventPublisher(EventsConfig(endpoint=endpoint), 0o600, metrics)
+    publisher = EventPublisher(EventsConfig(endpoint=endpoint), 0o600, metrics, CLOCK)
     publisher.open()
     subscriber = Subscriber(endpoint)
     await meet(publisher, subscriber)
@@ -309,7 +312,7 @@ def test_without_the_extra_the_start_says_what_to_install(
     missing: str, tmp_path: Path, metrics: Metrics, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
-    publisher = EventPublisher(EventsConfig(endpoint=f"ipc://{tmp_path}/e.sock"), 0o600, metrics)
+    publisher = EventPublisher(EventsConfig(endpoint=f"ipc://{tmp_path}/e.sock"), 0o600, metrics, CLOCK)
     with pytest.raises(StartupError, match=rf'{missing} is not installed; pip install "kvtierd\[events\]", or unset'):
         publisher.open()
 

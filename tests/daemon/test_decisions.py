@@ -1,0 +1,92 @@
+"""Goal: at debug, the log has one line for each decision, as text and as JSON, with what was decided and why; no secrets are in it,
+and at other levels none of it.
+
+Method: a real daemon that has to grant, refuse, move and forget; its log is read back and compared with what its client was told.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvtierd.client import Client
+from kvtierd.errors import RequestError
+from kvtierd.testing.daemon import DaemonProcess
+
+KIB64 = 64 << 10
+KEYS = [bytes([n]) * 32 for n in range(1, 25)]
+
+
+def busy_day(daemon: DaemonProcess, make_client: Callable[..., Client]) -> bytes:
+    """Decisions of all kinds. Returns the token of a session that has ended."""
+    client = make_client(daemon, KIB64, model="a model\nwith lines", tenant="acme")
+    for key in KEYS:
+        assert client.save([key], [bytes(KIB64)], timeout_s=20.0, wait_s=15.0).complete
+    assert client.save(KEYS[-2:], [bytes(KIB64)] * 2).held == 2
+    assert client.load(KEYS[:4], [bytearray(KIB64) for _ in range(4)], timeout_s=20.0).loaded == 4
+    assert not client.load([bytes(32)], [bytearray(KIB64)]).loaded
+    assert client.evict(KEYS[10:12]) >= 2
+    with pytest.raises(RequestError):
+        client.pin(KEYS[:1], -1.0)
+    assert client.pin(KEYS[:1], 60.0).pinned == 1
+    token = client.session_token
+    client.close()
+    time.sleep(0.2)
+    assert daemon.stop() == 0
+    return token
+
+
+CONFIG = {"cpu": {"capacity": "1MiB", "extent": "256KiB", "ttl": "0.5s"}, "nvme": {"capacity": "8MiB", "segment": "4MiB"}}
+
+
+def test_json_lines_tell_each_decision(make_daemon: Callable[..., DaemonProcess], make_client: Callable[..., Client]) -> None:
+    daemon = make_daemon(**CONFIG, log={"level": "debug", "json_lines": True})
+    token = busy_day(daemon, make_client)
+    lines = [json.loads(line) for line in daemon.log().splitlines()]
+    assert all({"ts", "level", "logger", "msg"} <= set(line) for line in lines)
+    told: dict[str, list[dict[str, Any]]] = {}
+    for line in lines:
+        if "decision" in line:
+            told.setdefault(line["decision"], []).append(line)
+    saves = told["save"]
+    assert sum(line.get("granted", 0) for line in saves) == len(KEYS)
+    assert saves[-1]["held"] == 2
+    assert {line["tenant"] for line in saves} == {"acme"}
+    assert saves[0]["first"] == "010101010101"
+    assert sum(line["blocks"] for line in told["commit"]) == len(KEYS)
+    *found, missed = told["load"]  # the client asks for a few at a time, as CPU memory is small
+    assert sum(line["keys"] for line in found) == sum(line.get("nvme", 0) + line.get("cpu", 0) for line in found) == 4
+    assert missed["missing"] == missed["keys"] == 1
+    assert {line["why"] for line in told["demote"]} & {"pressure", "watermark", "ttl"}
+    assert sum(line.get("ok", 0) for line in told["moved"]) >= len(KEYS) - 16
+    evicted = {(line["tier"], line["reason"]) for line in told["evict"]}
+    assert ("cpu", "pressure") in evicted
+    assert evicted >= {("nvme", "request")} or evicted >= {("cpu", "request")}
+    assert told["realm opened"][0]["model"] == "a model\nwith lines"
+    assert told["extent made"]
+    assert told["pin"][0]["copies"] == 1
+    (refused,) = told["refuse"]
+    assert (refused["call"], refused["reason"]) == ("Pin", "bad_request")
+    assert token.hex() not in daemon.log()
+    assert not any(key.hex() in daemon.log() for key in KEYS)
+
+
+def test_text_has_one_line_a_decision(make_daemon: Callable[..., DaemonProcess], make_client: Callable[..., Client]) -> None:
+    daemon = make_daemon(**CONFIG, log={"level": "debug"})
+    busy_day(daemon, make_client)
+    lines = daemon.log().splitlines()
+    (opened,) = [line for line in lines if " realm opened " in line]
+    assert r"tenant=acme model='a model\nwith lines'" in opened
+    assert any(" DEBUG   save session=1 tenant=acme ticket=" in line and line.endswith("granted=1") for line in lines)
+    assert any("evict tier=cpu reason=pressure copies=" in line for line in lines)
+
+
+def test_other_levels_have_none_of_it(make_daemon: Callable[..., DaemonProcess], make_client: Callable[..., Client]) -> None:
+    daemon = make_daemon(**CONFIG)
+    busy_day(daemon, make_client)
+    assert "DEBUG" not in daemon.log()
+    assert "evict tier" not in daemon.log()
