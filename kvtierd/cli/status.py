@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import click
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from kvtierd.cli.connection import AdminConnection
@@ -23,7 +21,8 @@ from kvtierd.cli.output import (
     print_json,
     tier_name,
 )
-from kvtierd.errors import DaemonUnavailableError, Reason, RequestError
+from kvtierd.cli.watching import watch
+from kvtierd.errors import Reason, RequestError
 from kvtierd.model import Tier
 from kvtierd.v1 import admin_pb2
 
@@ -37,10 +36,12 @@ MAX_ROWS: Final = 50
 @admin_options
 @json_option("Write JSON; with --watch one object a line.")
 @click.option("--tenant", metavar="NAME", help="Only this tenant and its sessions.")
-@click.option("--watch", is_flag=True, help="Show it again and again until Ctrl-C; in a pipe one snapshot after the other.")
+@click.option(
+    "--watch", "again", is_flag=True, help="Show it again and again until Ctrl-C; in a pipe one snapshot after the other."
+)
 @every_option("Time between two looks of --watch.")
 @click.pass_context
-def status(ctx: click.Context, as_json: bool, tenant: str | None, watch: bool, every_s: float) -> None:
+def status(ctx: click.Context, as_json: bool, tenant: str | None, again: bool, every_s: float) -> None:
     """Show tiers, tenants, sessions and counters of a daemon."""
     with ctx.ensure_object(Settings).connect() as daemon:
         # The first look fails like any other command, so that a wrong address does not end in an endless wait.
@@ -50,11 +51,16 @@ def status(ctx: click.Context, as_json: bool, tenant: str | None, watch: bool, e
                 Reason.NOT_FOUND, f"the daemon knows no tenant {clean(tenant)!r}; 'kvtierd status' lists those it knows"
             )
         if as_json:
-            _print_json_line(answer, watch)
-        elif not watch or not console().is_terminal:
+            print_json(status_json(answer), one_line=again)
+        elif not again:
             console().print(render_status(answer, daemon.address))
-        if watch:
-            _watch(daemon, tenant, answer, every_s, as_json)
+        elif not console().is_terminal:
+            console().print(render_status(answer, daemon.address), Text(""))
+        if again:
+            watch(
+                console(), lambda: _ask(daemon, tenant), lambda seen: render_status(seen, daemon.address), status_json,
+                first=render_status(answer, daemon.address), every_s=every_s, as_json=as_json,
+            )  # fmt: skip
 
 
 def _ask(daemon: AdminConnection, tenant: str | None) -> admin_pb2.GetStatusResponse:
@@ -68,42 +74,6 @@ def _ask(daemon: AdminConnection, tenant: str | None) -> admin_pb2.GetStatusResp
             if kept:
                 getattr(answer, name).extend(kept)
     return answer
-
-
-def _print_json_line(answer: admin_pb2.GetStatusResponse, one_line: bool) -> None:
-    print_json(status_json(answer), one_line=one_line)
-
-
-def _watch(daemon: AdminConnection, tenant: str | None, answer: admin_pb2.GetStatusResponse, every_s: float, as_json: bool) -> None:
-    """Show the status until interrupted; a daemon that goes away is waited for."""
-    out = console()
-    try:
-        if as_json or not out.is_terminal:
-            _print_again_and_again(daemon, tenant, every_s, as_json, out)
-        with Live(render_status(answer, daemon.address), console=out, auto_refresh=False, screen=False) as live:
-            while True:
-                time.sleep(every_s)
-                try:
-                    live.update(render_status(_ask(daemon, tenant), daemon.address), refresh=True)
-                except DaemonUnavailableError as e:
-                    live.update(Text(f"{clean(str(e))}; waiting for it", style="red"), refresh=True)
-    except KeyboardInterrupt:
-        return
-
-
-def _print_again_and_again(daemon: AdminConnection, tenant: str | None, every_s: float, as_json: bool, out: Console) -> NoReturn:
-    """One snapshot after the other, for pipes and files: nothing is drawn over."""
-    while True:
-        time.sleep(every_s)
-        try:
-            answer = _ask(daemon, tenant)
-        except DaemonUnavailableError as e:
-            click.echo(f"{e}; waiting for it", err=True)
-            continue
-        if as_json:
-            _print_json_line(answer, one_line=True)
-        else:
-            out.print(Text(""), render_status(answer, daemon.address))
 
 
 def status_json(answer: admin_pb2.GetStatusResponse) -> dict[str, Any]:

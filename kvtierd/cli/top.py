@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import time
 from typing import Any, Final
 
 import click
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from kvtierd.cli.connection import AdminConnection
 from kvtierd.cli.options import Settings, admin_options, every_option, json_option
 from kvtierd.cli.output import clean, console, format_bytes, format_count, format_seconds, make_table
 from kvtierd.cli.rates import Scrape, Window, parse
-from kvtierd.errors import DaemonUnavailableError
+from kvtierd.cli.watching import watch
 from kvtierd.model import Tier
 from kvtierd.v1 import admin_pb2
 
@@ -48,50 +46,18 @@ def top(ctx: click.Context, as_json: bool, every_s: float, count: int | None) ->
     """
     with ctx.ensure_object(Settings).connect() as daemon:
         # The first look fails like any other command, so that a wrong address does not end in an endless wait.
-        before = _scrape(daemon)
-        try:
-            _look_again(daemon, before, every_s, count, as_json, console())
-        except KeyboardInterrupt:
-            return
+        last = _scrape(daemon)
 
+        def look() -> Window:
+            nonlocal last
+            window = Window(last, _scrape(daemon))
+            last = window.after
+            return window
 
-def _look_again(daemon: AdminConnection, before: Scrape, every_s: float, count: int | None, as_json: bool, out: Console) -> None:
-    live = not as_json and out.is_terminal
-    with Live(Text("looking …", style="dim"), console=out, auto_refresh=False, screen=live) if live else _Printer(out) as shown:
-        looks = 0
-        while count is None or looks < count:
-            time.sleep(every_s)
-            try:
-                window = Window(before, _scrape(daemon))
-            except DaemonUnavailableError as e:
-                if as_json:
-                    click.echo(f"{e}; waiting for it", err=True)
-                else:
-                    shown.update(Text(f"{clean(str(e))}; waiting for it", style="red"), refresh=True)
-                continue
-            looks, before = looks + 1, window.after
-            facts = summary(window)
-            if as_json:
-                click.echo(json.dumps(facts))
-            else:
-                shown.update(render(facts, daemon.address), refresh=True)
-
-
-class _Printer:
-    """Stands in for a live display where there is no terminal: prints one after the other."""
-
-    def __init__(self, out: Console) -> None:
-        self._out = out
-
-    def __enter__(self) -> _Printer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return
-
-    def update(self, what: RenderableType, *, refresh: bool = False) -> None:  # noqa: ARG002 - as the live display's
-        """Print."""
-        self._out.print(what, Text(""))
+        watch(
+            console(), look, lambda window: render(summary(window), daemon.address), summary,
+            first=Text("looking …", style="dim"), every_s=every_s, as_json=as_json, count=count, screen=True,
+        )  # fmt: skip
 
 
 def _scrape(daemon: AdminConnection) -> Scrape:

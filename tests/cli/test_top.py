@@ -15,6 +15,7 @@ import pytest
 from click.testing import Result
 
 from kvtierd.cli.rates import Window, parse
+from kvtierd.errors import DaemonUnavailableError
 from kvtierd.v1 import admin_pb2
 
 Kvtierd = Callable[..., Result]
@@ -164,7 +165,7 @@ def test_a_daemon_that_goes_away_is_waited_for(admin: Any, kvtierd: Kvtierd, mon
 
     def sometimes(daemon: Any) -> Any:
         if next(calls) == 1:
-            raise top_module.DaemonUnavailableError("nobody is there")
+            raise DaemonUnavailableError("nobody is there")
         return real(daemon)
 
     monkeypatch.setattr(top_module, "_scrape", sometimes)
