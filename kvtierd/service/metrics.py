@@ -14,53 +14,38 @@ from __future__ import annotations
 import asyncio
 import platform
 from collections.abc import Callable, Iterable, Mapping
-from typing import Final, Protocol, get_args
+from typing import Protocol
 
-import grpc
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from kvtierd import PROTOCOL_VERSION, __version__
-from kvtierd.core.admission import REFUSALS
-from kvtierd.core.commands import Command
 from kvtierd.core.stats import StatsSnapshot, TenantStats
 from kvtierd.errors import Reason
 from kvtierd.model import DEFAULT_TENANT, Tier
 from kvtierd.service.metric_cells import CounterCell, CounterVec, HistogramCell, HistogramVec
+from kvtierd.service.metric_core import CoreCounts, CoreSeries
 from kvtierd.service.metric_gauges import Flags, gauge_families
-from kvtierd.v1 import admin_pb2, kvtier_pb2
-
-__all__ = ["MAX_TENANT_LABELS", "CoreCounts", "Metrics", "StatsSource", "make_registry", "watch_loop_lag"]
-
-MAX_TENANT_LABELS: Final = 100
-"""Tenants with their own label; the configured ones come first, the rest counts as ``other``."""
-OTHER: Final = "other"
-TIERS: Final = tuple(tier.name.lower() for tier in Tier)
-TRANSFER_PATHS: Final = ("shm", "grpc", "cudaipc", OTHER)
-EVICTION_REASONS: Final = ("pressure", "ttl", "not_admitted", "expired", "quota", "request", "corrupt", "io", "capacity", OTHER)
-QUEUE_CLASSES: Final = ("load", "prefetch", "demote", OTHER)
-PREFETCH_OUTCOMES: Final = ("ready", "partial", "miss", "expired", "cancelled", "rejected", OTHER)
-COMMANDS: Final = (*sorted(command.__name__ for command in get_args(Command)), OTHER)
-KV_EVENTS: Final = ("stored", "removed", "cleared")
-IO_OPS: Final = ("read", "write", OTHER)
-IO_PATHS: Final = ("memfd", "o_direct", "buffered", "kvikio", "gds", "cudaipc", OTHER)
-RPC_CODES: Final = tuple(code.name for code in grpc.StatusCode)
-RPC_METHODS: Final = (
-    *sorted(
-        method.name
-        for pb2, service in ((kvtier_pb2, "KvTierService"), (admin_pb2, "KvTierAdminService"))
-        for method in pb2.DESCRIPTOR.services_by_name[service].methods
-    ),
+from kvtierd.service.metric_labels import (
+    ALWAYS_SHOWN_CODES,
+    CODE_NAMES,
+    FAST_S,
+    IO_OPS,
+    IO_PATHS,
+    KV_EVENTS,
+    MAX_TENANT_LABELS,
+    MOVE_S,
     OTHER,
+    PREFETCH_OUTCOMES,
+    QUEUE_CLASSES,
+    RPC_CODES,
+    RPC_METHODS,
+    TIERS,
+    TRANSFER_PATHS,
 )
-_ALWAYS_SHOWN_CODES: Final = ("OK", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "UNAVAILABLE", "INTERNAL")
-_CODE_NAMES: Final = {code.value[0]: code.name for code in grpc.StatusCode}
-# Reasons as the core and the stores spell them.
-_EVICTION_ALIASES: Final = {"io_error": "io", "no_space": "capacity", "evict": "request"}
 
-_FAST_S: Final = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-_MOVE_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+__all__ = ["Metrics", "StatsSource", "make_registry", "watch_loop_lag"]
 
 
 class StatsSource(Protocol):
@@ -68,30 +53,6 @@ class StatsSource(Protocol):
 
     def snapshot(self) -> StatsSnapshot:
         """All figures at this moment. Changes nothing; called on the event loop."""
-
-
-class CoreCounts(Protocol):
-    """Totals that the core keeps by itself, so that nobody has to report each event again."""
-
-    @property
-    def evictions(self) -> Mapping[tuple[Tier, str], int]:
-        """Copies forgotten, by tier and reason."""
-
-    @property
-    def moves(self) -> Mapping[tuple[Tier, Tier, str], int]:
-        """Moves ended, by source, target and result ("ok" or what went wrong)."""
-
-    @property
-    def move_bytes(self) -> Mapping[tuple[Tier, Tier], int]:
-        """Payload moved, by source and target."""
-
-    @property
-    def not_admitted(self) -> Mapping[str, int]:
-        """Blocks forgotten because NVMe did not take them, by why."""
-
-    @property
-    def failed_commands(self) -> Mapping[str, int]:
-        """What the core asked for and the shell could not do, by the name of the command."""
 
 
 def make_registry() -> CollectorRegistry:
@@ -121,19 +82,6 @@ class _TenantCells:
             path: (metrics.loaded_blocks_vec.cell(label, path), metrics.loaded_bytes_vec.cell(label, path))
             for path in TRANSFER_PATHS
         }
-
-
-class _EdgeCells:
-    """All cells of moves from one tier to another."""
-
-    __slots__ = ("blocks", "failures", "moved_bytes", "seconds")
-
-    def __init__(self, metrics: Metrics, src: Tier, dst: Tier) -> None:
-        labels = ("promote" if dst < src else "demote", TIERS[src], TIERS[dst])
-        self.blocks = metrics.moved_blocks_vec.cell(*labels)
-        self.moved_bytes = metrics.moved_bytes_vec.cell(*labels)
-        self.failures = metrics.move_failures_vec.cell(*labels)
-        self.seconds = metrics.move_seconds_vec.cell(*labels)
 
 
 class Metrics(Collector):
@@ -187,12 +135,8 @@ class Metrics(Collector):
         self.loaded_bytes_vec = counter("loaded_bytes", "Bytes of blocks handed to clients.", "tenant", "path")
 
     def _make_tier_vecs(self) -> None:
-        counter, edge = self._counter, ("direction", "src", "dst")
-        evictions = counter("evictions", "Copies forgotten, by tier and reason.", "tier", "reason")
-        self.moved_blocks_vec = counter("moved_blocks", "Blocks promoted and demoted between tiers.", *edge)
-        self.moved_bytes_vec = counter("moved_bytes", "Bytes promoted and demoted between tiers.", *edge)
-        self.move_failures_vec = counter("move_failures", "Blocks whose promotion or demotion failed.", *edge)
-        self.move_seconds_vec = self._histogram("move", "Time to move a batch of blocks between two tiers.", _MOVE_S, *edge)
+        counter = self._counter
+        self._core = CoreSeries(counter, self._histogram)
         io_errors = counter("io_errors", "I/O operations that a device refused.", "tier", "op")
         self._checksum_failures = counter("checksum_failures", "Copies that failed verification when they were read.").cell()
         self._nvme_written = counter(
@@ -202,15 +146,9 @@ class Metrics(Collector):
         calls = counter("nvme_calls", "System calls (or calls of the engine) that moved slots to and from NVMe.", "op")
         self._nvme_calls = {op: calls.cell(op) for op in ("write", "read")}
         self._folder_errors = counter("nvme_folder_errors", "I/O errors of a folder of the NVMe tier, reads and writes.", "folder")
-        refused = counter("nvme_not_admitted_blocks", "Blocks forgotten because they were not admitted to NVMe, by why.", "reason")
-        self._not_admitted = {why: refused.cell(why) for why in (*REFUSALS, OTHER)}
-        failed = counter("failed_commands", "Decisions that could not be carried out: an extent without memory.", "command")
-        self._failed_commands = {name: failed.cell(name) for name in COMMANDS}
         checkpoints = counter("checkpoints", "Snapshots of the NVMe index, by result.", "result")
         self._checkpoints = {True: checkpoints.cell("ok"), False: checkpoints.cell("error")}
-        self._evictions = {(tier, why): evictions.cell(TIERS[tier], why) for tier in Tier for why in EVICTION_REASONS}
         self._io_errors = {(tier, op): io_errors.cell(TIERS[tier], op) for tier in Tier for op in IO_OPS}
-        self._edges = {(src, dst): _EdgeCells(self, src, dst) for src in Tier for dst in Tier if src != dst}
 
     def _make_service_vecs(self) -> None:
         counter, histogram = self._counter, self._histogram
@@ -223,17 +161,17 @@ class Metrics(Collector):
             "kv_event_overflows", "Times that a subscriber of KV events was so slow that it lost messages, however many."
         ).cell()
         self._sessions_opened = counter("sessions_opened", "Sessions attached since the start.").cell()
-        rpc_seconds = histogram("rpc", "Time to answer a call.", _FAST_S, "method")
-        waits = histogram("queue_wait", "Time that a move waits for its device, by class.", _MOVE_S, "class")
-        save_seconds = histogram("save", "Time from granting slots to their commit, by path.", _FAST_S, "path")
-        load_seconds = histogram("load", "Time from a load to its last readable block, by path.", _FAST_S, "path")
-        self._loop_lag = histogram("event_loop_lag", "How late the event loop runs a timer.", _FAST_S).cell()
+        rpc_seconds = histogram("rpc", "Time to answer a call.", FAST_S, "method")
+        waits = histogram("queue_wait", "Time that a move waits for its device, by class.", MOVE_S, "class")
+        save_seconds = histogram("save", "Time from granting slots to their commit, by path.", FAST_S, "path")
+        load_seconds = histogram("load", "Time from a load to its last readable block, by path.", FAST_S, "path")
+        self._loop_lag = histogram("event_loop_lag", "How late the event loop runs a timer.", FAST_S).cell()
         self._rejections: dict[str, CounterCell] = {r.name: rejections.cell(r.name.lower()) for r in Reason if r}
         self._rejections[OTHER] = rejections.cell(OTHER)
         self._prefetches = {outcome: prefetches.cell(outcome) for outcome in PREFETCH_OUTCOMES}
         self._rpc_seconds = {method: rpc_seconds.cell(method) for method in RPC_METHODS}
         self._rpc_codes: dict[tuple[str, str], CounterCell] = {
-            (method, code): self._rpcs.cell(method, code) for method in RPC_METHODS for code in _ALWAYS_SHOWN_CODES
+            (method, code): self._rpcs.cell(method, code) for method in RPC_METHODS for code in ALWAYS_SHOWN_CODES
         }
         self._waits = {cls: waits.cell(cls) for cls in QUEUE_CLASSES}
         self._save_seconds: dict[str, HistogramCell] = {path: save_seconds.cell(path) for path in TRANSFER_PATHS}
@@ -278,7 +216,7 @@ class Metrics(Collector):
 
     def move_seconds(self, src: Tier, dst: Tier, seconds: float) -> None:
         """Time of one batch from start to result; :class:`CoreCounts` counts its blocks and bytes."""
-        self._edges[src, dst].seconds.observe(seconds)
+        self._core.edges[src, dst].seconds.observe(seconds)
 
     def queue_wait(self, cls: str, seconds: float) -> None:
         """Time that a move of class load, prefetch or demote waited for its device."""
@@ -293,7 +231,7 @@ class Metrics(Collector):
         """Count one answered call; ``method`` without its service, ``code`` as gRPC's number or name."""
         if method not in self._rpc_seconds:
             method = OTHER
-        name = code if isinstance(code, str) else _CODE_NAMES.get(code, "UNKNOWN")
+        name = code if isinstance(code, str) else CODE_NAMES.get(code, "UNKNOWN")
         cell = self._rpc_codes.get((method, name))
         if cell is None:
             if name not in RPC_CODES:
@@ -389,7 +327,7 @@ class Metrics(Collector):
         if self._ready is not None:
             self.flags.ready = self._ready()[0]
         if self._counts is not None:
-            self._take_counts(self._counts)
+            self._core.take(self._counts)
             self._take_hits(self._snapshot.tenants if self._snapshot is not None else [])
 
     def _take_hits(self, tenants: Iterable[TenantStats]) -> None:
@@ -403,25 +341,6 @@ class Metrics(Collector):
         for cells, row in sums.items():
             for cell, n in zip((*cells.hits, cells.misses), row, strict=True):
                 cell.value = n
-
-    def _take_counts(self, counts: CoreCounts) -> None:
-        for name, n in counts.failed_commands.items():
-            self._failed_commands[name if name in self._failed_commands else OTHER].value = n
-        for why, n in counts.not_admitted.items():
-            self._not_admitted[why if why in self._not_admitted else OTHER].value = n
-        evictions: dict[tuple[Tier, str], int] = dict.fromkeys(self._evictions, 0)
-        for (tier, why), n in counts.evictions.items():
-            why = _EVICTION_ALIASES.get(why, why)
-            evictions[tier, why if (tier, why) in evictions else OTHER] += n
-        for key, n in evictions.items():
-            self._evictions[key].value = n
-        blocks = dict.fromkeys(self._edges, 0)
-        failures = dict.fromkeys(self._edges, 0)
-        for (src, dst, result), n in counts.moves.items():
-            (blocks if result == "ok" else failures)[src, dst] += n
-        for pair, edge in self._edges.items():
-            edge.blocks.value, edge.failures.value = blocks[pair], failures[pair]
-            edge.moved_bytes.value = counts.move_bytes.get(pair, 0)
 
     async def text(self, encoder: Callable[[CollectorRegistry], bytes] = generate_latest) -> bytes:
         """A scrape, in Prometheus's text format or the encoder's: written in a worker thread, one at a time. For the event loop."""

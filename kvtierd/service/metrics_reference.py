@@ -7,7 +7,8 @@ from typing import Final
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
-from kvtierd.service.metrics import MAX_TENANT_LABELS, Metrics
+from kvtierd.service.metric_labels import MAX_TENANT_LABELS
+from kvtierd.service.metrics import Metrics
 
 __all__ = ["reference"]
 

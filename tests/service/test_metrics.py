@@ -21,7 +21,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvtierd.core.stats import StatsSnapshot, TenantStats, TierStats
 from kvtierd.errors import Reason
 from kvtierd.model import Tier
-from kvtierd.service.metrics import EVICTION_REASONS, MAX_TENANT_LABELS, RPC_METHODS, Metrics, watch_loop_lag
+from kvtierd.service.metric_labels import EVICTION_REASONS, MAX_TENANT_LABELS, RPC_METHODS
+from kvtierd.service.metrics import Metrics, watch_loop_lag
 
 
 @pytest.fixture
