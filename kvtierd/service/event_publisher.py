@@ -35,6 +35,8 @@ QUEUE_MESSAGES: Final = 1000
 """Messages that wait for one subscriber."""
 MAX_REPLAYS: Final = 16
 """Subscribers that are answered at one time; others wait in the socket's queue."""
+MAX_REQUEST_BYTES: Final = 1024
+"""Largest frame that is taken from a subscriber; one that sends more is cut off."""
 MAX_REQUESTS: Final = 64
 """Requests for a replay that wait in the socket's queue, of one subscriber."""
 POLL_S: Final = 0.05
@@ -114,6 +116,7 @@ class EventPublisher:
 
     def _bind(self, made: Any, endpoint: str, key: str) -> None:
         place = parse_endpoint(endpoint)
+        made.setsockopt(self._zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
         try:
             if not isinstance(place, Path):
                 if ":" in place[0]:

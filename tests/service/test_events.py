@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
+import zmq
 from prometheus_client import CollectorRegistry
 
 from kvtierd.config import Config, EventsConfig, load_config
@@ -28,7 +29,7 @@ from kvtierd.service import event_publisher
 from kvtierd.service.event_publisher import EventPublisher
 from kvtierd.service.events import MAX_KEYS
 from kvtierd.service.metrics import Metrics
-from tests.service.subscriber import AllBlocksCleared, BlockRemoved, BlockStored, Subscriber
+from tests.service.subscriber import WAIT_MS, AllBlocksCleared, BlockRemoved, BlockStored, Subscriber
 
 CLOCK = WallClock(time.monotonic)
 SPACE = Namespace(shard_bytes=(4096,), model="m", block_tokens=256)
@@ -207,6 +208,21 @@ async def test_a_replay_that_nobody_takes_is_dropped(
     monkeypatch.setattr(event_publisher, "STUCK_S", 0.2)
     await until(lambda: not publisher._replays)
     assert not serving.done()
+    serving.cancel()
+
+
+async def test_a_request_without_end_is_cut_off(make: Make, subscribe: Callable[..., Subscriber], realm: Realm) -> None:
+    """A frame that is too large costs its sender the connection, and nobody else anything."""
+    publisher = make()
+    publisher.publish(change(realm, Tier.CPU, True, 1))
+    serving = asyncio.create_task(publisher.serve_replays())
+    rude, other = subscribe(), subscribe()
+    cut_off = rude.replay.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    rude.replay.send_multipart((b"", bytes(event_publisher.MAX_REQUEST_BYTES + 1)))
+    assert await asyncio.to_thread(cut_off.poll, WAIT_MS)
+    rude.replay.disable_monitor()
+    cut_off.close(linger=0)
+    assert len(await asyncio.to_thread(other.ask, 0)) == 1
     serving.cancel()
 
 
