@@ -313,6 +313,7 @@ def test_recovery() -> None:
     for realm_id, key, generation, slots, _ in rows:
         realm = core.state.realms[realm_id]
         shell.version[(realm_id, key)] = 1
+        shell.followed.add((realm, key, Tier.NVME))  # who follows begins with what is there
         shell.disk[(realm_id, key, generation)] = slots
         for shard, slot in enumerate(slots):
             shell.disk_slots[slot] = (realm_id, key, generation)
