@@ -91,8 +91,8 @@ def test_with_the_gate_a_fresh_engine_loads(kind: dict[str, Any], engines: Engin
 
 def test_a_rank_that_cannot_reach_the_daemon_costs_few_requests(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loads fail, so after a few nothing is promised for a while; once it can, hits are loaded again."""
-    monkeypatch.setattr(loads, "FIRST_PAUSE_S", 0.5)
-    monkeypatch.setattr(loads, "FAILED_KEY_S", 0.5)
+    for module, name in ((loads, "FIRST_PAUSE_S"), (loads, "FAILED_KEY_S"), (joining, "FIRST_PAUSE_S")):
+        monkeypatch.setattr(module, name, 5.0)
     monkeypatch.setattr(joining, "JOIN_TIMEOUT_S", 0.2)
     prompts = [fresh(300) for _ in range(8)]
     for tokens in prompts:
@@ -101,15 +101,17 @@ def test_a_rank_that_cannot_reach_the_daemon_costs_few_requests(engines: Engines
     side = engine.ranks[0].connector._worker
     connect = side._connect
 
+    waits = []
+
     def never(session: Any, timeout_s: float) -> Any:
+        waits.append(timeout_s)
         time.sleep(timeout_s)
         raise DaemonUnavailableError("cannot be reached")
 
     side._connect = never
-    begun_s = time.monotonic()
     for n, tokens in enumerate(prompts):
         engine.generate(f"r{n}", tokens, params={"kvtierd.skip_save": True})
-    assert time.monotonic() - begun_s < 8 * 0.2
+    assert len(waits) <= 4
     assert engine.counts["loads|failed"] <= 4
     assert engine.counts["loads|paused"] >= 4
     assert engine.counts["load_failures|daemon"] == engine.counts["loads|failed"]
@@ -142,6 +144,7 @@ def test_prefetches_wait_for_their_turn(engines: Engines, monkeypatch: pytest.Mo
     monkeypatch.setattr(loads, "MAX_PREFETCHES", 2)
     engine = engines()
     side = engine.side
+    monkeypatch.setattr(side._pools, "prober", lambda *_: None)  # nothing is held of any, and it would say so
     taken = engine.pool.get_new_blocks(engine.pool.get_num_free_blocks())
     for n in range(6):
         engine.add(f"r{n}", fresh(100), params=None if n else {"kvtierd.skip_load": True})
