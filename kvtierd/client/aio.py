@@ -283,12 +283,22 @@ class AsyncClient:
         return await self._pool.run(lambda: self._client.load_until(deadline, keys, buffers, each), deadline.cancel)
 
     async def reserve(
-        self, keys: Keys, timeout_s: float | None = None, wait_s: float = 0.0, *, tenant: str = "", ttl_s: float | None = None
+        self,
+        keys: Keys,
+        timeout_s: float | None = None,
+        wait_s: float = 0.0,
+        *,
+        tenant: str = "",
+        ttl_s: float | None = None,
+        before: Keys = b"",
+        matched: int | None = None,
     ) -> AsyncReservation:
         """See ``Client.reserve``."""
         deadline = self._deadline(timeout_s)
         reservation = await self._pool.run(
-            lambda: self._client.reserve_until(deadline, keys, wait_s, tenant, ttl_s), deadline.cancel, Reservation.close
+            lambda: self._client.reserve_until(deadline, keys, wait_s, tenant, ttl_s, before, matched),
+            deadline.cancel,
+            Reservation.close,
         )
         return AsyncReservation(reservation, self._pool)
 

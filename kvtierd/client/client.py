@@ -23,7 +23,7 @@ from kvtierd.client.deadline import Deadline
 from kvtierd.client.link import Link
 from kvtierd.client.loading import Fetch, reason_of
 from kvtierd.client.results import PASSING, UNAVAILABLE, LoadedBytes, LoadResult, LookupResult, SaveResult, told
-from kvtierd.client.saving import Reservation, rejection, wire_ttl_ms
+from kvtierd.client.saving import Portion, Reservation, rejection, wire_ttl_ms
 from kvtierd.client.session import Session, SessionSettings
 from kvtierd.errors import DaemonUnavailableError
 from kvtierd.model import Namespace, Tier
@@ -204,7 +204,15 @@ class Client(Connection):
         return self._call(deadline, run, lambda e: LoadResult(reason=reason_of(e)))
 
     def reserve(
-        self, keys: Keys, timeout_s: float | None = None, wait_s: float = 0.0, *, tenant: str = "", ttl_s: float | None = None
+        self,
+        keys: Keys,
+        timeout_s: float | None = None,
+        wait_s: float = 0.0,
+        *,
+        tenant: str = "",
+        ttl_s: float | None = None,
+        before: Keys = b"",
+        matched: int | None = None,
     ) -> Reservation:
         """Ask for slots to fill in place: ``with client.reserve(keys) as r: … r.views(i) …; r.commit()``.
 
@@ -214,25 +222,36 @@ class Client(Connection):
             wait_s: how long the daemon may wait for space, within the deadline.
             tenant: to act for, where this session may; empty means the client's own.
             ttl_s: life of the blocks from their commit on, as in ``save``.
+            before: the request's blocks before these, root first, where it saves in portions: with the last one, so that in the
+                daemon its leaves go before its roots. They need not be held, and count against the limit for one call too.
+            matched: blocks, from the root on, that the request found when it came; None when that is not known.
 
         Raises:
-            ValueError: malformed keys, or a life that cannot be.
+            ValueError: malformed keys, or a life or number that cannot be.
             RequestError: too many keys for one call, or the daemon refuses such calls.
         """
-        return self.reserve_until(self._deadline(timeout_s), keys, wait_s, tenant, ttl_s)
+        return self.reserve_until(self._deadline(timeout_s), keys, wait_s, tenant, ttl_s, before, matched)
 
     @traced("kvtierd.reserve", told)
     def reserve_until(
-        self, deadline: Deadline, keys: Keys, wait_s: float = 0.0, tenant: str = "", ttl_s: float | None = None
+        self,
+        deadline: Deadline,
+        keys: Keys,
+        wait_s: float = 0.0,
+        tenant: str = "",
+        ttl_s: float | None = None,
+        before: Keys = b"",
+        matched: int | None = None,
     ) -> Reservation:
         """As ``reserve``, with a deadline that another thread can bring forward."""
         packed, ttl_ms = pack_keys(keys), wire_ttl_ms(ttl_s)
+        portion = Portion(pack_keys(before), matched)
         count = count_keys(packed)
         if not count:
             return Reservation(None, 0, None)
         return self._hold(
             deadline,
-            lambda session: saving.reserve(session, packed, deadline, wait_s, tenant, ttl_ms),
+            lambda session: saving.reserve(session, packed, deadline, wait_s, tenant, ttl_ms, portion),
             lambda e: Reservation(None, count, None, outcome=rejection(e), reason=reason_of(e)),
         )
 

@@ -10,6 +10,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Final
 
@@ -93,6 +94,7 @@ class Saving:
         self._ttl_ms = ttl_ms
         self._retry_until = Deadline(wait_s)
         self._commits: list[tuple[PendingCall, int]] = []
+        self._last: Sequence[int] = ()
         self._result = SaveResult()
         self._error: RequestError | None = None
 
@@ -115,6 +117,7 @@ class Saving:
         """Save all of ``todo`` in pipelined calls. Returns the blocks that may be tried again with their outcomes."""
         size = self._session.keys_per_call
         parts = [todo[i : i + size] for i in range(0, len(todo), size)]
+        self._last = parts[-1] if len(parts) > 1 else ()
         again: dict[int, int] = {}
         done = 0
         pending: PendingCall | None = None
@@ -148,6 +151,8 @@ class Saving:
         request = message.call.save
         request.keys = pick_keys(self._packed, part)
         request.ttl_ms = self._ttl_ms
+        if part is self._last and part[0] + len(part) <= self._session.max_keys:
+            request.before = self._packed[: part[0] * KEY_BYTES]  # else its leaves would be held longer than its roots
         wait_s = min(self._retry_until.remaining_s, self._deadline.remaining_s)
         if wait_s > 0:
             request.wait_ms = self._session.daemon_ms(wait_s)
@@ -358,19 +363,45 @@ class Reservation:
         self.close()
 
 
-def reserve(session: Session, packed: bytes, deadline: Deadline, wait_s: float, tenant: str = "", ttl_ms: int = 0) -> Reservation:
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """What a save tells of the request that it is a portion of; see ``Client.reserve``.
+
+    Raises:
+        ValueError: ``matched`` is no number of blocks.
+    """
+
+    before: bytes = b""
+    matched: int | None = None
+
+    def __post_init__(self) -> None:
+        count_keys(self.before)
+        if self.matched is not None and not 0 <= self.matched < 2**32:
+            raise ValueError(f"matched must be a number of blocks, or None when it is not known; got {self.matched}")
+
+
+WHOLE: Final = Portion()
+"""Nothing is told."""
+
+
+def reserve(
+    session: Session, packed: bytes, deadline: Deadline, wait_s: float, tenant: str = "", ttl_ms: int = 0, portion: Portion = WHOLE
+) -> Reservation:
     """Ask for slots. The caller has entered the session; the reservation leaves it.
 
     Raises:
         KvtierdError: the call failed; the session is not left.
     """
-    count = count_keys(packed)
-    if count > session.max_keys:
-        raise RequestError(Reason.TOO_MANY_KEYS, f"{count} keys in one reservation; at most {session.max_keys}: split it")
+    count, before = count_keys(packed), count_keys(portion.before)
+    if count + before > session.max_keys:
+        raise RequestError(Reason.TOO_MANY_KEYS, f"{count + before} keys in one reservation; at most {session.max_keys}: split it")
     message = pb.AttachRequest()
     message.call.save.keys = packed
     message.call.save.tenant = tenant
     message.call.save.ttl_ms = ttl_ms
+    message.call.save.before = portion.before
+    if portion.matched is not None:
+        message.call.save.matched = portion.matched
     if wait_s > 0:
         message.call.save.wait_ms = session.daemon_ms(min(wait_s, deadline.remaining_s))
     return Reservation(session, count, session.stream.begin(message, "save").result(deadline))

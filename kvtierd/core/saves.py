@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from kvtierd.core.admission import Prefix
@@ -28,7 +29,22 @@ LIMIT: Final = 8
 _REFUSED: Final = {Reason.BUSY: BUSY, Reason.QUOTA: QUOTA, Reason.TOO_LARGE: TOO_LARGE}
 OUTCOME_NAMES: Final = ("", "granted", "held", "in_progress", "busy", "quota", "too_large", "draining", "limit")
 REQUEST_S: Final = 1.0
-"""Saves of one request that name its earlier blocks again follow each other within this time: no second use of those."""
+"""Saves of one request that name its earlier blocks again follow each other within this time: no second use of those. It is a
+guess, for callers that do not say what their request has matched."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a Save tells of the request that it is a portion of."""
+
+    before: Sequence[bytes] = ()
+    """Keys of the request's earlier blocks, root first. They need not be held."""
+    matched: int | None = None
+    """Blocks, from the root on, that were there when it came; None when that is not known."""
+
+
+WHOLE: Final = Request()
+"""Nothing is told."""
 
 
 class Saves:
@@ -38,8 +54,10 @@ class Saves:
         self._state = state
         self._space = space
 
-    def grant(self, now: float, session: Session, realm: Realm, keys: list[bytes], ttl_s: float | None = None) -> SaveGrant:
-        """Grant slots for keys that are held nowhere. Held ones count as used now.
+    def grant(
+        self, now: float, session: Session, realm: Realm, keys: list[bytes], ttl_s: float | None = None, request: Request = WHOLE
+    ) -> SaveGrant:
+        """Grant slots for keys that are held nowhere. Held ones, and those before them, count as used now.
 
         Blocks expire ``ttl_s`` after their commit (None: not at all); held ones not before that time from now.
 
@@ -57,10 +75,10 @@ class Saves:
         refused = DRAINING if state.draining else 0
         # Held ones first, so that room for the others is not made at their expense.
         held = [block for key in keys if (block := realm.index.get(key)) is not None and block.mask]
-        known = [block for block in held if block.lane or block.used_at_s <= now - REQUEST_S]
-        state.use(now, realm, held, known)
+        before = [block for key in request.before if (block := realm.index.get(key)) is not None]
+        matched = self._use(now, realm, before, held, request)
         extend(state, now, held, NO_END if ttl_s is None else now + ttl_s)
-        fresh = _Fresh(state, realm, len(known))
+        fresh = _Fresh(state, realm, matched)
         for key in keys:
             block = realm.index.get(key)
             if block is not None:
@@ -85,10 +103,21 @@ class Saves:
         ticket_id = 0
         if copies:
             ticket_id = next(state.ids)
-            session.tickets[ticket_id] = SaveTicket(ticket_id, session, realm, copies, len(copies), ttl_s, held)
+            session.tickets[ticket_id] = SaveTicket(ticket_id, session, realm, copies, len(copies), ttl_s, before + held)
         for outcome, count in Counter(outcomes).items():
             state.counts.saves[(realm.tenant.name, OUTCOME_NAMES[outcome])] += count
         return SaveGrant(ticket_id, outcomes, slots, held)
+
+    def _use(self, now: float, realm: Realm, before: list[Block], held: list[Block], request: Request) -> int:
+        """A request uses what it found. Returns how many blocks it has matched."""
+        if request.matched is None:
+            known = [block for block in before + held if block.mask and (block.lane or block.used_at_s <= now - REQUEST_S)]
+        else:
+            index = realm.index
+            first = [block for key in request.before[: request.matched] if (block := index.get(key)) is not None and block.mask]
+            known = first + held
+        self._state.use(now, realm, [block for block in before if block.mask] + held, known)
+        return max(len(known), request.matched or 0)
 
     def commit(self, now: float, session: Session, ticket_id: int, indexes: Iterable[int] = ()) -> list[Block]:
         """Publish filled blocks; all that are open without indexes. Returns those published, tail first.

@@ -73,7 +73,7 @@ class SaveTicket:
     ttl_s: float | None
     """Life of its blocks from their commit on; None when they do not expire."""
     held: list[Block] = field(default_factory=list)
-    """Blocks that the request found held."""
+    """The request's blocks that were there already, root first; some of them may still be filled by its own earlier saves."""
 
 
 @dataclass(slots=True, eq=False)

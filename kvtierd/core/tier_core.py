@@ -21,7 +21,7 @@ from kvtierd.core.movement import Mover
 from kvtierd.core.pins import Pins
 from kvtierd.core.reads import Reads
 from kvtierd.core.realm import Realm, Tenant
-from kvtierd.core.saves import Saves
+from kvtierd.core.saves import WHOLE, Request, Saves
 from kvtierd.core.settings import CoreConfig
 from kvtierd.core.space import Space
 from kvtierd.core.state import CoreState
@@ -161,9 +161,11 @@ class TierCore:
 
     # ---- save
 
-    def save(self, now: float, session: Session, realm: Realm, keys: list[bytes], ttl_s: float | None = None) -> SaveGrant:
+    def save(
+        self, now: float, session: Session, realm: Realm, keys: list[bytes], ttl_s: float | None = None, request: Request = WHOLE
+    ) -> SaveGrant:
         """See :meth:`Saves.grant`."""
-        grant = self._saves.grant(now, session, realm, keys, ttl_s)
+        grant = self._saves.grant(now, session, realm, keys, ttl_s, request)
         self._mover.pump(now)
         return grant
 

@@ -16,7 +16,7 @@ from typing import Final
 from kvtierd.config import Config
 from kvtierd.core.block import Block, CopyState
 from kvtierd.core.realm import Realm
-from kvtierd.core.saves import BUSY
+from kvtierd.core.saves import BUSY, WHOLE, Request
 from kvtierd.core.tickets import PinTicket, ReadTicket, SaveGrant
 from kvtierd.core.tier_core import TierCore
 from kvtierd.errors import Reason, RequestError
@@ -216,18 +216,26 @@ class Runtime:
         return self.core.expect(self.now(), realm, key, count)
 
     async def save(
-        self, attached: Attached, realm: Realm, keys: list[bytes], wait_s: float, ttl_s: float | None = None
+        self,
+        attached: Attached,
+        realm: Realm,
+        keys: list[bytes],
+        wait_s: float,
+        ttl_s: float | None = None,
+        request: Request = WHOLE,
     ) -> SaveGrant:
         """Grant slots; keys refused for lack of room are tried again until ``wait_s`` has passed."""
-        grant = await self._save(attached, realm, keys, wait_s, ttl_s)
+        grant = await self._save(attached, realm, keys, wait_s, ttl_s, request)
         if decisions.wanted():
             decisions.tell_save(attached, realm.tenant.name, keys, grant)
         return grant
 
-    async def _save(self, attached: Attached, realm: Realm, keys: list[bytes], wait_s: float, ttl_s: float | None) -> SaveGrant:
+    async def _save(
+        self, attached: Attached, realm: Realm, keys: list[bytes], wait_s: float, ttl_s: float | None, request: Request
+    ) -> SaveGrant:
         self.check_alive(attached)
         space = self._waiters.room
-        grant = self._grant(attached, realm, keys, ttl_s)
+        grant = self._grant(attached, realm, keys, ttl_s, request)
         if BUSY not in grant.outcomes or grant.ticket_id or (wait_s <= 0 and not space.is_set()):
             return grant
         # Nothing was granted: wait for room and ask again as a whole, so that one call has one ticket.
@@ -244,12 +252,12 @@ class Runtime:
                         return grant
             self.check_alive(attached)
             space = self._waiters.room
-            grant = self._grant(attached, realm, keys, ttl_s)
+            grant = self._grant(attached, realm, keys, ttl_s, request)
             if grant.ticket_id or BUSY not in grant.outcomes or self.now() >= until_s:
                 return grant
 
-    def _grant(self, attached: Attached, realm: Realm, keys: list[bytes], ttl_s: float | None) -> SaveGrant:
-        grant = self.core.save(self.now(), attached.core, realm, keys, ttl_s)
+    def _grant(self, attached: Attached, realm: Realm, keys: list[bytes], ttl_s: float | None, request: Request) -> SaveGrant:
+        grant = self.core.save(self.now(), attached.core, realm, keys, ttl_s, request)
         self.apply()
         return self.core.settle(attached.core, grant)
 

@@ -9,10 +9,10 @@ from typing import Final
 
 from kvtierd.core.block import Block
 from kvtierd.core.realm import Realm
-from kvtierd.core.saves import HELD, OUTCOME_NAMES
+from kvtierd.core.saves import HELD, OUTCOME_NAMES, WHOLE, Request
 from kvtierd.core.tickets import ReadTicket
 from kvtierd.errors import Reason, RequestError
-from kvtierd.model import MAX_TTL_S, Tier, count_keys, split_keys
+from kvtierd.model import MAX_KEYS_PER_CALL, MAX_TTL_S, Tier, count_keys, split_keys
 from kvtierd.runtime import Attached, Runtime, decisions
 from kvtierd.service.logs import SlowLog
 from kvtierd.service.metrics import Metrics
@@ -109,7 +109,8 @@ class Calls:
         realm = await self.realm(attached, request.tenant)
         keys = split_keys(request.keys)
         self._check_name(attached, request.request_id)
-        grant = await self._rt.save(attached, realm, keys, self._seconds(request.wait_ms), checked_ttl(request.ttl_ms))
+        whole = portion_of(request, len(keys))
+        grant = await self._rt.save(attached, realm, keys, self._seconds(request.wait_ms), checked_ttl(request.ttl_ms), whole)
         self._give_name(attached, request.request_id, grant.ticket_id)
         for outcome in grant.outcomes:
             if outcome > HELD:
@@ -301,6 +302,20 @@ def checked_ttl(ms: int) -> float | None:
     if ms > MAX_TTL_S * 1000:
         raise RequestError(Reason.BAD_REQUEST, f"ttl_ms is at most {MAX_TTL_S * 1000:.0f} (ten years), or 0 for no end; got {ms}")
     return ms / 1000 if ms else None
+
+
+def portion_of(request: pb.SaveRequest, count: int) -> Request:
+    """What a Save of ``count`` keys tells of its request. Raises RequestError when it is malformed or too long."""
+    matched = request.matched if request.HasField("matched") else None
+    if not request.before:
+        return WHOLE if matched is None else Request(matched=matched)
+    before = split_keys(request.before)
+    if len(before) + count > MAX_KEYS_PER_CALL:
+        raise RequestError(
+            Reason.TOO_MANY_KEYS,
+            f"{count} keys and {len(before)} before them in one call; at most {MAX_KEYS_PER_CALL} together: split the call",
+        )
+    return Request(before, matched)
 
 
 def checked_span(name: str, seconds: float) -> float:

@@ -346,20 +346,24 @@ class CancelResponse(_message.Message):
     def __init__(self, boot_epoch: _Optional[int] = ...) -> None: ...
 
 class SaveRequest(_message.Message):
-    __slots__ = ("session", "keys", "tenant", "wait_ms", "request_id", "ttl_ms")
+    __slots__ = ("session", "keys", "tenant", "wait_ms", "request_id", "ttl_ms", "before", "matched")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    MATCHED_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     keys: bytes
     tenant: str
     wait_ms: int
     request_id: str
     ttl_ms: int
-    def __init__(self, session: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., tenant: _Optional[str] = ..., wait_ms: _Optional[int] = ..., request_id: _Optional[str] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
+    before: bytes
+    matched: int
+    def __init__(self, session: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., tenant: _Optional[str] = ..., wait_ms: _Optional[int] = ..., request_id: _Optional[str] = ..., ttl_ms: _Optional[int] = ..., before: _Optional[bytes] = ..., matched: _Optional[int] = ...) -> None: ...
 
 class SaveResponse(_message.Message):
     __slots__ = ("boot_epoch", "ticket", "outcomes", "slots")

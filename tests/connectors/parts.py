@@ -149,6 +149,8 @@ class FakeClient:
         self.pins: list[tuple[int, float]] = []
         self.pinnable = 10**9
         self.lives: list[float | None] = []
+        self.portions: list[tuple[int, int | None]] = []
+        """Of each save: keys before it, and what its request has matched."""
         self.next_fetch: FakeFetch | None = None
 
     def _found(self, packed: bytes) -> list[bool]:
@@ -168,8 +170,11 @@ class FakeClient:
         self.fetches.append(fetch)
         return fetch
 
-    def reserve(self, packed: bytes, ttl_s: float | None = None, **_: Any) -> FakeReservation:
+    def reserve(
+        self, packed: bytes, ttl_s: float | None = None, before: bytes = b"", matched: int | None = None, **_: Any
+    ) -> FakeReservation:
         self.lives.append(ttl_s)
+        self.portions.append((len(before) // KEY_BYTES, matched))
         keys = [packed[i : i + KEY_BYTES] for i in range(0, len(packed), KEY_BYTES)]
         self.asked.append(keys)
         self.reservations.append(FakeReservation([self.outcome(key) for key in keys], self.session_token))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvtierd.core.commands import Priority
 from kvtierd.core.realm import Realm, Tenant
+from kvtierd.core.saves import WHOLE, Request
 from kvtierd.core.tickets import ReadTicket, Session
 from kvtierd.errors import Reason, RequestError
 from kvtierd.model import Result, Tier
@@ -89,7 +90,7 @@ class Driver:
 
     def save(self, s: int, r: int, first: int, count: int) -> None:
         """Ask for slots."""
-        self._limited(lambda: self.shell.save(self.session(s), self.realm(r), self.keys(first, count)))
+        self._limited(lambda: self.shell.save(self.session(s), self.realm(r), self.keys(first, count), self.portion(s, first)))
 
     def live(self, ttl_s: float | None) -> None:
         """Blocks that are saved from now on live so long."""
@@ -97,7 +98,11 @@ class Driver:
 
     def put(self, s: int, r: int, first: int, count: int) -> None:
         """Save and commit at once."""
-        self._limited(lambda: self.shell.put(self.session(s), self.realm(r), self.keys(first, count)))
+        self._limited(lambda: self.shell.put(self.session(s), self.realm(r), self.keys(first, count), self.portion(s, first)))
+
+    def portion(self, s: int, first: int) -> Request:
+        """What every other session tells of the request that it saves."""
+        return Request(self.keys(0, first), first // 2) if s % 2 else WHOLE
 
     def commit(self, t: int, some: int) -> None:
         """Commit all or some of a ticket."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvtierd.core.block import Block
 from kvtierd.core.realm import Realm
-from kvtierd.core.saves import HELD
+from kvtierd.core.saves import HELD, WHOLE, Request
 from kvtierd.core.tickets import Entry, ReadTicket, SaveGrant, Session
 from kvtierd.model import NO_END
 from tests.core.shell import Shell
@@ -25,9 +25,9 @@ class MortalShell(Shell):
         """Blocks that must not be found any more."""
         return {place for place, end_s in self.ends.items() if end_s <= self.now}
 
-    def save(self, session: Session, realm: Realm, keys: list[bytes]) -> SaveGrant:
+    def save(self, session: Session, realm: Realm, keys: list[bytes], request: Request = WHOLE) -> SaveGrant:
         life_s = NO_END if self.ttl_s is None else self.ttl_s
-        grant = super().save(session, realm, keys)
+        grant = super().save(session, realm, keys, request)
         self.lives[grant.ticket_id] = life_s
         for key, outcome in zip(keys, grant.outcomes, strict=True):
             if outcome == HELD:

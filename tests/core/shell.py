@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from kvtierd.core.block import Block, CopyState
 from kvtierd.core.commands import Forget, Move, Progress, StartMoves
 from kvtierd.core.realm import Realm, Tenant
+from kvtierd.core.saves import WHOLE, Request
 from kvtierd.core.settings import CoreConfig
 from kvtierd.core.slots import NewExtent, RetireExtent
 from kvtierd.core.tickets import GRANTED, Entry, PinTicket, ReadTicket, SaveGrant, Session
@@ -246,9 +247,9 @@ class Shell:
 
     # ---- what clients do
 
-    def save(self, session: Session, realm: Realm, keys: list[bytes]) -> SaveGrant:
+    def save(self, session: Session, realm: Realm, keys: list[bytes], request: Request = WHOLE) -> SaveGrant:
         """Ask for slots; granted ones are being written from now on."""
-        grant = self.core.save(self.now, session, realm, keys, self.ttl_s)
+        grant = self.core.save(self.now, session, realm, keys, self.ttl_s, request)
         self.run()
         width = len(realm.slot_bytes)
         granted = [i for i, o in enumerate(grant.outcomes) if o == GRANTED]
@@ -298,9 +299,9 @@ class Shell:
             del self.saves[ticket_id]
         self.run()
 
-    def put(self, session: Session, realm: Realm, keys: list[bytes]) -> SaveGrant:
+    def put(self, session: Session, realm: Realm, keys: list[bytes], request: Request = WHOLE) -> SaveGrant:
         """Save and commit."""
-        grant = self.save(session, realm, keys)
+        grant = self.save(session, realm, keys, request)
         if grant.ticket_id:
             self.commit(grant.ticket_id)
         return grant

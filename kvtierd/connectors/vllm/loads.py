@@ -158,6 +158,8 @@ class Loads:
             self._waiting.add(request.request_id)
             return None
         keys = {g.index: ctx.keys.keys(request, g.index, first, count) for g in plan.groups}
+        if not first:
+            state.names = dict(keys)
         count = int(min(count, self._failed_keys.limit(keys, now)))
         if count <= first:
             return _without(ctx, state, "loads|paused", first, now)

@@ -48,6 +48,8 @@ class RequestState:
         wait_until_s: until when vLLM may be told to ask again; 0 when it is not being told so.
         load: under way.
         next_chunk: first chunk that was not yet handed to the saves.
+        names: keys of its first chunks, by KV cache group, as far as they were needed.
+        matched_tokens: tokens that it did not have to compute when it was first scheduled; None before that.
         useless: so many chunks were looked at, and those from ``next_chunk`` on are of no use to save without later ones.
         local_tokens: tokens that the engine holds for it, or that this connector has loaded, since its blocks were allocated.
         computed: tokens that the last step it was part of has left in its blocks; 0 until there is one.
@@ -72,6 +74,8 @@ class RequestState:
     wait_until_s: float = 0.0
     load: Load | None = None
     next_chunk: int = 0
+    names: dict[int, list[bytes]] = field(default_factory=dict)
+    matched_tokens: int | None = None
     useless: int = 0
     local_tokens: int = 0
     computed: int = 0

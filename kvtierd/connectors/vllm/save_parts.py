@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,10 @@ class Save:
     """Forget the blocks this long after they are published."""
     hashes: list[list[bytes]]
     """The engine's own hashes of each chunk's blocks, where events are published."""
+    before: Sequence[bytes]
+    """Keys of the request's chunks before these, where it is the last portion of a prompt."""
+    matched: int
+    """Chunks that the request did not have to compute."""
     epoch: int
     """See ``Saves.forget``."""
     traceparent: str = ""

@@ -131,6 +131,7 @@ class Saves:
         if due <= state.useless:
             return
         stop = self._useful(state, table, due)
+        whole = due == stop == self.due(state, max(computed, int(state.request.num_prompt_tokens)))
         while state.next_chunk < stop:
             first, last = state.next_chunk, min(stop, state.next_chunk + self._batch)
             wanted = [self._wanted(state, group, table[group.index], first, last) for group in self._plan.groups]
@@ -139,7 +140,7 @@ class Saves:
                 self._counts["save_delays"] += 1
                 return
             for some in wanted:
-                self._add(state, some)
+                self._add(state, some, whole=whole and last == stop)
             state.next_chunk = last
         state.useless = due
 
@@ -176,6 +177,8 @@ class Saves:
         size, now = group.blocks_per_chunk, time.monotonic()
         whole = [c for c in range(first, last) if self._whole(group, ids, c)]
         every = self._ctx.keys.keys(state.request, group.index, first, last) if whole else []
+        if len(names := state.names.setdefault(group.index, [])) == first:
+            names += every
         chunks = [c for c in whole if not self._is_done(state, every[c - first], now)]
         blocks = [list(ids[c * size : (c + 1) * size]) for c in chunks]
         return Wanted(group, chunks, [every[c - first] for c in chunks], blocks, len(whole) - len(chunks))
@@ -187,8 +190,18 @@ class Saves:
             return False
         return self._recent.until_s(state.tenant, key) > now
 
-    def _add(self, state: RequestState, wanted: Wanted) -> None:
-        """Hold the blocks of these chunks and ask for slots."""
+    def _before(self, state: RequestState, wanted: Wanted) -> list[bytes]:
+        """Keys of a request's chunks before these. Windows have none: their chunks are of use without those before."""
+        group, first = wanted.group, wanted.chunks[0]
+        names = state.names[group.index]
+        if group.window or first + len(wanted.chunks) > MAX_KEYS_PER_CALL:
+            return []
+        if len(names) < first:
+            names += self._ctx.keys.keys(state.request, group.index, len(names), first)
+        return names[:first]
+
+    def _add(self, state: RequestState, wanted: Wanted, *, whole: bool) -> None:
+        """Hold the blocks of these chunks and ask for slots. With ``whole`` they are the last of a prompt, or come after it."""
         self._counts["saves|held"] += wanted.known
         if not wanted.chunks:
             return
@@ -206,6 +219,8 @@ class Saves:
             settings.pin_s,
             settings.ttl_s,
             hashes,
+            self._before(state, wanted) if whole else (),
+            (state.matched_tokens or 0) // self._plan.chunk_tokens,
             self._epoch,
             state.traceparent,
         )
@@ -337,6 +352,8 @@ class Saves:
                     wait_s=min(MAX_WAIT_S, remaining_s / 4),
                     tenant=save.tenant,
                     ttl_s=save.ttl_s,
+                    before=b"".join(save.before),
+                    matched=save.matched,
                 )
                 held = [key for key, outcome in zip(save.keys, reservation.outcomes, strict=True) if outcome == "HELD"]
         except (KvtierdError, ValueError) as e:

@@ -164,6 +164,7 @@ class SchedulerSide:
             self._loads.forget(state)
             state.missed = None
             state.next_chunk = state.useless = 0
+            state.names.clear()
             state.stale = state.stale or state.request.num_computed_tokens > 0
 
     def close(self) -> None:
@@ -341,6 +342,8 @@ class SchedulerSide:
             start = state.request.num_computed_tokens
             if not state.computed:
                 begun.append((state, start))
+                if state.matched_tokens is None:
+                    state.matched_tokens = start
             state.computed = start + scheduled
             whole = state.computed if decode else min(state.computed, state.request.num_prompt_tokens)
             if whole // chunk > state.next_chunk:
