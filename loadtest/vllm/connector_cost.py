@@ -141,7 +141,7 @@ def save(side, number, tokens, blocks, step_tokens):
     side._settings = replace(side._settings, prefetch=False)
     side.arrived(req)
     side.allocated(req, blocks, 0)
-    seconds, saved = 0.0, {}
+    seconds = 0.0
     begun = time.perf_counter()
     while req.num_computed_tokens < tokens or side.pending:
         now = min(step_tokens, tokens - req.num_computed_tokens)

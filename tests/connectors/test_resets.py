@@ -19,12 +19,17 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
+from kvtierd.connectors.vllm import connector as connector_module
+from kvtierd.connectors.vllm import resets as resets_module
 from kvtierd.connectors.vllm import saves as saves_module
 from kvtierd.testing.daemon import DaemonProcess
 from tests.connectors.engine_cases import KINDS, Engines, Stop, fresh, right, save
 from tests.connectors.small_engine import BLOCK, CHUNK, NEW, RequestStatus, SmallEngine
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("nothing_is_left_open")]
+
+
+NOT_KEPT = pytest.mark.skipif(not NEW, reason="this vLLM keeps the blocks of a request until its saves have ended")
 
 
 class Heard:
@@ -92,6 +97,78 @@ def test_a_new_session_takes_back_what_was_told(
 # ---- blocks that saves hold
 
 
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that are made later are in other processes."""
+    monkeypatch.setattr(connector_module, "is_here", lambda engine_id, worker: None)
+
+
+@NOT_KEPT
+def test_a_reset_lets_saves_end_where_the_engine_takes_no_steps(engines: Engines) -> None:
+    engine, tokens = engines(), fresh()
+    stop = Stop(engine)
+    engine.generate("a", tokens)
+    assert engine.side._saves.held > 0
+    threading.Timer(0.1, stop.go).start()
+    assert engine.scheduler.reset_prefix_cache()
+    assert engine.side._saves.held == 0
+    engine.settle()
+    assert engine.counts["saves|ok"] == 4
+    engine.generate("again", tokens)
+    assert engine.computed["again"] < 300
+    right(engine, "a", "again")
+
+
+@NOT_KEPT
+def test_a_reset_ends_saves_whose_reports_are_on_their_way(engines: Engines) -> None:
+    """With a step under way, what workers have reported with it is not taken up yet."""
+    engine = engines(asynchronous=True)
+    engine.generate("a", fresh())
+    engine.until(lambda: bool(engine.ranks[0].connector._worker._ended_saves))
+    assert engine.scheduler.reset_prefix_cache()
+    engine.settle()
+    assert engine.counts["saves|ok"] == 4
+    right(engine, "a")
+
+
+def test_a_reset_that_fails_anyway_waits_for_nothing(engines: Engines) -> None:
+    engine = engines()
+    engine.add("runs", fresh(), 50)
+    stop = Stop(engine)
+    engine.until(lambda: engine.side._saves.held > 0)
+    assert not engine.scheduler.reset_prefix_cache()
+    assert engine.side._saves.held > 0
+    stop.go()
+    engine.run("runs")
+    right(engine, "runs")
+
+
+@NOT_KEPT
+def test_a_reset_waits_for_no_daemon_for_ever(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resets_module, "FINISH_S", 0.2)
+    engine = engines()
+    client, answer = engine.side._pools.clients[0], threading.Event()
+    reserve = client.reserve
+    monkeypatch.setattr(client, "reserve", lambda *args, **more: answer.wait(60) and reserve(*args, **more))
+    engine.generate("a", fresh())
+    assert engine.scheduler.reset_prefix_cache()
+    answer.set()
+    right(engine, "a")
+    assert engine.counts["saves|stale"] == 4
+
+
+def test_a_reset_waits_for_no_copy_for_ever(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resets_module, "FINISH_S", 0.2)
+    engine = engines()
+    stop = Stop(engine)
+    engine.generate("a", fresh())
+    assert not engine.scheduler.reset_prefix_cache(reset_connector=True), "the worker reads blocks"
+    stop.go()
+    engine.settle()
+    right(engine, "a")
+
+
+@pytest.mark.usefixtures("elsewhere")
 def test_reset_while_workers_copy(engines: Engines) -> None:
     engine = engines()
     stop = Stop(engine)
@@ -105,6 +182,7 @@ def test_reset_while_workers_copy(engines: Engines) -> None:
     right(engine, "a")
 
 
+@pytest.mark.usefixtures("elsewhere")
 def test_reset_while_the_daemon_does_not_answer(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engines()
     client, answer = engine.side._pools.clients[0], threading.Event()

@@ -64,7 +64,7 @@ def first(arguments: dict[str, dict[str, Any]], daemon: DaemonProcess, module_en
             generate("ask", PLAIN),
             {"do": "try_reset", "name": "reset"},
             generate("after", PLAIN, one_by_one=False),
-            {"do": "sleep", "level": 0},
+            {"do": "sleep", "level": 0 if vllm_version() < (0, 32) else 1},
             generate("awake", PLAIN),
             settle(daemon, blocks=64),
             FORGET,
@@ -118,9 +118,12 @@ def test_events_of_saved_blocks_are_published(first: Report) -> None:
 
 
 def test_reset_and_sleep_right_after_a_request(first: Report) -> None:
-    """Saves still hold blocks then: vLLM may refuse the reset, but nothing is lost, wrong or held for ever."""
+    """Saves still hold blocks then, and nobody takes a step for them: a reset, and the sleep that begins with one, have them end.
+
+    An older vLLM keeps the request's blocks itself meanwhile, and refuses; nothing is lost, wrong or held for ever there either.
+    """
     done = first["reset"]
-    assert done.results["reset"] in (True, False)
+    assert done.results["reset"] or vllm_version() < (0, 32)
     for step in ("ask", "after", "awake", "loaded"):
         assert done.tokens(step) == first["plain"].tokens("short"), step
     assert done.cached("loaded") == [192] * 3

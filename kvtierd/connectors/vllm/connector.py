@@ -22,6 +22,7 @@ from kvtierd import __version__
 from kvtierd.connectors.vllm.events import Change
 from kvtierd.connectors.vllm.logs import share_handlers
 from kvtierd.connectors.vllm.metadata import KvtierdHandshake, KvtierdMetadata, KvtierdWorkerMetadata
+from kvtierd.connectors.vllm.resets import is_here
 from kvtierd.connectors.vllm.scheduler import SchedulerSide
 from kvtierd.connectors.vllm.settings import read_settings
 from kvtierd.connectors.vllm.stats import KvtierdPromMetrics, KvtierdStats, take_stats
@@ -87,6 +88,7 @@ class KvtierdConnector(KVConnectorBase_V1, SupportsHMA):
             if rank == (0, 0):
                 _check_policy(vllm_config)
             self._worker = WorkerSide(vllm_config, kv_cache_config, rank, int(parallel.tensor_parallel_size))
+            is_here(str(vllm_config.kv_transfer_config.engine_id), self._worker)
         self._bad_blocks: set[int] = set()
 
     def _guard(self, hook: str, otherwise: T, run: Callable[[], T]) -> T:

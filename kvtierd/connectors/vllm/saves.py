@@ -85,6 +85,18 @@ class Saves:
         return bool(self._saves) or (self._committing > 0 and time.monotonic() < self._commits_until_s)
 
     @property
+    def alone(self) -> bool:
+        """Whether some of the engine's blocks are in use, and saves hold every one of these."""
+        pool = self._block_pool
+        mine = {block.block_id for save in self._saves.values() for chunk in save.blocks for block in chunk}
+        return bool(mine) and pool.num_gpu_blocks - pool.get_num_free_blocks() == len(mine) + 1  # and the null block
+
+    @property
+    def unanswered(self) -> bool:
+        """Whether the daemon was asked for slots and has not answered."""
+        return any(not save.sent_s and not save.dropped for save in self._saves.values())
+
+    @property
     def held(self) -> int:
         """Blocks of the engine that are held."""
         return self._held

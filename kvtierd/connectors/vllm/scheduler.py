@@ -27,6 +27,7 @@ from kvtierd.connectors.vllm.logs import warn_rarely
 from kvtierd.connectors.vllm.metadata import KvtierdMetadata, KvtierdWorkerMetadata, Rank, RankLayout
 from kvtierd.connectors.vllm.pools import Pools
 from kvtierd.connectors.vllm.requests import RequestState, tenant_of
+from kvtierd.connectors.vllm.resets import before_resets, finish, worker_of
 from kvtierd.connectors.vllm.saves import Saves
 from kvtierd.connectors.vllm.settings import Settings
 from kvtierd.connectors.vllm.traces import follow, parent_of
@@ -116,6 +117,7 @@ class SchedulerSide:
     def bind_block_pool(self, block_pool: Any) -> None:
         """vLLM's pool of blocks, in which saves hold theirs."""
         self._block_pool = block_pool
+        before_resets(block_pool, self._finish_saves)
         self._begin()
 
     def _begin(self) -> None:
@@ -166,6 +168,15 @@ class SchedulerSide:
             state.next_chunk = state.useless = 0
             state.names.clear()
             state.stale = state.stale or state.request.num_computed_tokens > 0
+
+    def _finish_saves(self) -> None:
+        """vLLM is about to reset its prefix cache, for which nobody may hold a block."""
+        try:
+            worker = worker_of(str(self._config.kv_transfer_config.engine_id))
+            if self._saves is not None and self._saves.alone and worker is not None and len(self._layouts) == 1:
+                finish(self._saves, worker)
+        except Exception:
+            self._failed("the end of saves before a reset")
 
     def close(self) -> None:
         """End everything."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -40,6 +41,8 @@ T = TypeVar("T")
 FENCE_POLL_S: Final = 0.001
 MAP_AHEAD_TIMEOUT_S: Final = 10.0
 """Longest wait for one extent that nobody waits for."""
+MAX_ENDED: Final = 1024
+"""Saves whose end is remembered."""
 
 log = logging.getLogger("vllm.kvtierd")
 
@@ -74,6 +77,7 @@ class WorkerSide:
         # Under the lock, for the next report:
         self._load_reports: dict[int, tuple[LoadJob, Report]] = {}
         self._save_reports: dict[int, Report] = {}
+        self._ended_saves: deque[tuple[int, Report]] = deque(maxlen=MAX_ENDED)
         # The engine's thread's own:
         self._told_loads: dict[int, Report] = {}
         self._saves: list[SaveJob] = []
@@ -142,6 +146,16 @@ class WorkerSide:
         for job in jobs:
             if self._layout is None or not _begun(self._saver, partial(self._save, job, fence)):
                 self._save_ended(job, Report(ok=False))
+
+    def begin_saves(self, jobs: Sequence[SaveJob]) -> None:
+        """Begin saves between two steps."""
+        self._saves += jobs
+        self.start_saves()
+
+    def ended_saves(self) -> list[tuple[int, Report]]:
+        """Reports of the last saves that have ended, also of those that are told with a step's output."""
+        with self._lock:
+            return list(self._ended_saves)
 
     def take_loads(self) -> tuple[set[str], set[str], set[int]]:
         """Requests whose loads have ended, those of them that failed, and the blocks that hold nothing. Each once."""
@@ -355,6 +369,7 @@ class WorkerSide:
     def _save_ended(self, job: SaveJob, report: Report) -> None:
         with self._lock:
             self._save_reports[job.job_id] = report
+            self._ended_saves.append((job.job_id, report))
 
 
 def _begun(background: Background, task: Callable[[], None]) -> bool:
