@@ -21,6 +21,23 @@ CPU = SimpleNamespace(type="cpu")
 CUDA = SimpleNamespace(type="cuda")
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("a 1", "a 1", True),
+        ("prefill-0 1", "decode-0 1", True),
+        ("a 1", "a 2", False),
+        ("a 1", "b 2", False),
+        ("a ", "a ", True),
+        ("a ", "b ", False),
+        ("a 1", "a ", False),
+    ],
+)
+def test_a_host_is_the_boot_of_its_kernel(one: str, other: str, same: bool) -> None:
+    """Containers of one host have names of their own; where the kernel does not tell, names count."""
+    assert host.same_host(one, other) == host.same_host(other, one) == same
+
+
 def test_a_host_is_its_name_and_its_boot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = host.host_identity()
     assert here == host.host_identity()

@@ -28,7 +28,10 @@ def test_ranks_of_several_hosts_are_refused() -> None:
         Pools(SimpleNamespace(), layouts, Settings(), "e")
 
 
-@pytest.mark.parametrize("host", ["", pools.host_identity()])
+CONTAINER = f"another-container {pools.host_identity().partition(' ')[2]}"
+
+
+@pytest.mark.parametrize("host", ["", pools.host_identity(), CONTAINER])
 def test_ranks_of_this_host_are_not(host: str) -> None:
     pools._check_hosts({(0, 0): RankLayout((), host=host)})
 

@@ -13,8 +13,18 @@ PCI_DEVICES: Final = Path("/sys/bus/pci/devices")
 
 
 def host_identity() -> str:
-    """Equal for two processes only if they run on one host: its name and this boot of it."""
+    """The host's name as this process sees it, and this boot of the kernel, for ``same_host``."""
     return f"{platform.node()} {_read(BOOT_ID)}"
+
+
+def same_host(one: str, other: str) -> bool:
+    """Whether two identities are of one host.
+
+    Its kernel's boot tells: containers have names of their own, and two hosts may have the same. Names count where no kernel tells.
+    That both can also reach the same daemon is known once they have joined its session, by a token that no other daemon takes.
+    """
+    boots = [identity.partition(" ")[2] for identity in (one, other)]
+    return boots[0] == boots[1] if all(boots) else one == other
 
 
 def device_node(device: Any) -> int:

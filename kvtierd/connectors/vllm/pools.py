@@ -11,7 +11,7 @@ from typing import Any, Final
 from kvtierd.client import BreakerState, Client, Prober
 from kvtierd.connectors.vllm.background import Background
 from kvtierd.connectors.vllm.hashes import resolve_hashing
-from kvtierd.connectors.vllm.host import host_identity
+from kvtierd.connectors.vllm.host import host_identity, same_host
 from kvtierd.connectors.vllm.identity import EnginePlan, engine_plan
 from kvtierd.connectors.vllm.joining import JOIN_TIMEOUT_S
 from kvtierd.connectors.vllm.layout import UnsupportedLayoutError
@@ -126,8 +126,8 @@ class Pools:
 def _check_hosts(layouts: Mapping[Rank, RankLayout]) -> None:
     here = host_identity()
     for rank, layout in sorted(layouts.items()):
-        if layout.host not in ("", here):
+        if layout.host and not same_host(layout.host, here):
             raise UnsupportedLayoutError(
-                f"rank {rank} runs on the host {layout.host.split()[0]} and the engine's scheduler on {here.split()[0]}; a daemon "
+                f"rank {rank} runs on the host {layout.host} and the engine's scheduler on {here} (name and boot id); a daemon "
                 "shares memory with processes of its own host only, so keep tensor and pipeline parallel ranks on one host"
             )
