@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorRole
 from vllm.v1.outputs import KVConnectorOutput
 
-from kvtierd.connectors.vllm import KvtierdConnector, connector, register, versions
+from kvtierd.connectors.vllm import KvtierdConnector, register, versions
 from kvtierd.connectors.vllm.metadata import KvtierdMetadata, KvtierdWorkerMetadata, Report
 from kvtierd.connectors.vllm.stats import GAUGES, KvtierdPromMetrics, KvtierdStats
 from tests.connectors.small_engine import NEW, SmallEngine, prompt
@@ -46,6 +46,10 @@ def loads(engine: SmallEngine) -> Any:
 
 def saves(engine: SmallEngine) -> Any:
     return engine.side._saves
+
+
+def choice(engine: SmallEngine) -> Any:
+    return engine.side._saves.choice
 
 
 def keys(engine: SmallEngine) -> Any:
@@ -77,7 +81,8 @@ PLACES: list[tuple[Callable[[SmallEngine], Any], str]] = [
     *((scheduler, name) for name in ("gauges", "_follow_blocks", "_collect_saves", "_start_prefetches", "_state", "_reports")),
     *((loads, name) for name in ("matched", "allocated", "_job", "_ask", "_promise", "ended", "report", "drop_stale", "prefetch")),
     *((loads, name) for name in ("_went_well", "_matched")),
-    *((saves, name) for name in ("collect", "due", "jobs", "report", "_add", "_job", "_commit", "_count_committed")),
+    *((saves, name) for name in ("collect", "jobs", "report", "_add", "_job", "_commit", "_count_committed")),
+    *((choice, name) for name in ("due", "useful", "wanted", "before")),
     *((keys, name) for name in ("keys", "count", "forget")),
     *((pools, name) for name in ("new_sessions",)),
     *((gate, name) for name in ("step", "load", "read", "worth", "worth_reading", "recompute_s")),
@@ -283,13 +288,13 @@ def test_versions(version: str, refused: bool) -> None:
 @pytest.fixture
 def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
-    monkeypatch.setattr(connector.log, "warning", lambda text, *values: found.append(text % values))
+    monkeypatch.setattr(versions.log, "warning", lambda text, *values: found.append(text % values))
     return found
 
 
 def test_it_warns_about_the_policy(warned: list[str]) -> None:
     for policy in ({"kv_load_failure_policy": "fail"}, {"kv_load_failure_policy": "recompute"}, {}):
-        connector._check_policy(SimpleNamespace(kv_transfer_config=SimpleNamespace(**policy)))
+        versions.check_policy(SimpleNamespace(kv_transfer_config=SimpleNamespace(**policy)))
     assert len(warned) == 1
     assert "recompute" in warned[0]
 

@@ -81,7 +81,7 @@ def made() -> Iterator[Callable[..., Set]]:
 
 def test_chunks_of_the_prompt_as_they_are_computed(made: Callable[..., Set]) -> None:
     one = made()
-    due = [one.saves.due(one.one, computed) for computed in (0, CHUNK - 1, CHUNK, 3 * CHUNK + 1, 160, 1000)]
+    due = [one.saves.choice.due(one.one, computed) for computed in (0, CHUNK - 1, CHUNK, 3 * CHUNK + 1, 160, 1000)]
     assert due == [0, 0, 1, 3, 5, 5]
 
 
@@ -89,25 +89,25 @@ def test_generated_tokens_only_when_asked_for_and_accepted(made: Callable[..., S
     plain, decode = made(), made(save_decode=True)
     for one in (plain, decode):
         one.one.request.append_output_token_ids(list(range(CHUNK)))
-    assert plain.saves.due(plain.one, 192) == 5
-    assert decode.saves.due(decode.one, 192) == 5, "drafts may have been rejected"
+    assert plain.saves.choice.due(plain.one, 192) == 5
+    assert decode.saves.choice.due(decode.one, 192) == 5, "drafts may have been rejected"
     decode.one.request.append_output_token_ids(1)
-    assert decode.saves.due(decode.one, 192) == 6
-    assert decode.saves.due(decode.one, 193 + 50) == 6, "tokens that are only placeholders have no key"
+    assert decode.saves.choice.due(decode.one, 192) == 6
+    assert decode.saves.choice.due(decode.one, 193 + 50) == 6, "tokens that are only placeholders have no key"
 
 
 @pytest.mark.parametrize(("limit", "due"), [(0, 0), (CHUNK - 1, 0), (CHUNK + 1, 1), (1000, 5)])
 def test_a_limit_on_what_is_saved(limit: int, due: int, made: Callable[..., Set]) -> None:
     one = made()
-    assert one.saves.due(state(max_save_tokens=limit), 160) == due
+    assert one.saves.choice.due(state(max_save_tokens=limit), 160) == due
 
 
 def test_requests_that_save_nothing(made: Callable[..., Set]) -> None:
     one = made()
     bypassed, stale, not_loaded = state(), state(), state()
     bypassed.bypass = stale.stale = not_loaded.no_load = True
-    assert [one.saves.due(s, 160) for s in (bypassed, stale, state(skip_save=True))] == [0, 0, 0]
-    assert one.saves.due(not_loaded, 160) == 5, "what is computed after a load has failed is saved as ever"
+    assert [one.saves.choice.due(s, 160) for s in (bypassed, stale, state(skip_save=True))] == [0, 0, 0]
+    assert one.saves.choice.due(not_loaded, 160) == 5, "what is computed after a load has failed is saved as ever"
 
 
 # ---- one save's way
@@ -328,7 +328,7 @@ def test_chunks_of_no_use_without_their_window_wait_for_a_later_one(made: Callab
     lost = [null, table[1], table[2], null, null, null]
     one.saves.collect(one.one, [one.table[0], lost], 3 * CHUNK)
     assert (one.saves.held, one.one.next_chunk) == (0, 0), "a hit could end nowhere in here"
-    assert one.saves.due(one.one, 3 * CHUNK) == one.one.useless == 3, "not looked at again and again"
+    assert one.saves.choice.due(one.one, 3 * CHUNK) == one.one.useless == 3, "not looked at again and again"
     one.saves.collect(one.one, [one.table[0], lost + table[6:8]], 4 * CHUNK)
     assert (one.saves.held, one.one.next_chunk) == (0, 0), "a window reaches over two chunks"
     one.saves.collect(one.one, [one.table[0], lost + table[6:10]], 5 * CHUNK)

@@ -255,7 +255,7 @@ def test_running_requests_are_not_saved_under_new_keys(engines: Engines) -> None
     engine.until(lambda: engine.computed["old"] > 0)
     engine.connector.reset_cache()
     state = engine.side._requests["old"]
-    assert engine.side._saves.due(state, 500) == 0
+    assert engine.side._saves.choice.due(state, 500) == 0
     engine.run("old")
     right(engine, "old")
 

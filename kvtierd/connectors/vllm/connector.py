@@ -11,22 +11,19 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import KVConnectorOutput
 
 from kvtierd import __version__
-from kvtierd.connectors.vllm.events import Change
+from kvtierd.connectors.vllm.events import to_vllm
 from kvtierd.connectors.vllm.logs import share_handlers
 from kvtierd.connectors.vllm.metadata import KvtierdHandshake, KvtierdMetadata, KvtierdWorkerMetadata
 from kvtierd.connectors.vllm.resets import is_here
 from kvtierd.connectors.vllm.scheduler import SchedulerSide
 from kvtierd.connectors.vllm.settings import read_settings
 from kvtierd.connectors.vllm.stats import KvtierdPromMetrics, KvtierdStats, take_stats
-from kvtierd.connectors.vllm.versions import check_version
+from kvtierd.connectors.vllm.versions import check_policy, check_version, keeps_stepping, recovers_groups
 from kvtierd.connectors.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
@@ -35,15 +32,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 MAX_TRACES: Final = 5
 """Failures of one hook that are logged with their trace; later ones are counted."""
-RECOVERS_GROUPS: Final = (
-    "failed_recving" in KVConnectorOutput.__dataclass_fields__
-    and "kv_connector_block_state" in SchedulerOutput.__dataclass_fields__
-)
 SLEEP_S: Final = 60.0
 """How long an engine that goes to sleep waits for copies that are under way."""
-MEDIUM: Final = "CPU"
-"""Where events say that blocks are: beyond the engine's own memory. vLLM knows no name for all tiers together."""
-KEEPS_STEPPING: Final = hasattr(KVConnectorBase_V1, "has_pending_push_work")
 
 log = logging.getLogger("vllm.kvtierd")
 
@@ -77,8 +67,8 @@ class KvtierdConnector(KVConnectorBase_V1, SupportsHMA):
                 vllm_config,
                 kv_cache_config,
                 settings,
-                recovers_groups=RECOVERS_GROUPS,
-                keeps_stepping=KEEPS_STEPPING,
+                recovers_groups=recovers_groups(),
+                keeps_stepping=keeps_stepping(),
                 failed=self._failed,
             )
             log.info("kvtierd %s: connector for %s", __version__, settings.address or "the default socket")
@@ -86,7 +76,7 @@ class KvtierdConnector(KVConnectorBase_V1, SupportsHMA):
             parallel = vllm_config.parallel_config
             rank = _rank(parallel)
             if rank == (0, 0):
-                _check_policy(vllm_config)
+                check_policy(vllm_config)
             self._worker = WorkerSide(vllm_config, kv_cache_config, rank, int(parallel.tensor_parallel_size))
             is_here(str(vllm_config.kv_transfer_config.engine_id), self._worker)
         self._bad_blocks: set[int] = set()
@@ -223,7 +213,7 @@ class KvtierdConnector(KVConnectorBase_V1, SupportsHMA):
     def take_events(self) -> Iterable[Any]:
         """Blocks that kvtierd holds, and those that are not to be counted on any more, since the last call."""
         side = self._scheduler
-        return () if side is None else self._guard("take_events", [], lambda: [_event(change) for change in side.take_events()])
+        return () if side is None else self._guard("take_events", [], lambda: [to_vllm(change) for change in side.take_events()])
 
     # ---- worker
 
@@ -367,25 +357,6 @@ class KvtierdConnector(KVConnectorBase_V1, SupportsHMA):
         return KvtierdPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
-def _event(change: Change) -> Any:
-    from vllm.distributed.kv_events import BlockRemoved, BlockStored
-    from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
-
-    hashes = [maybe_convert_block_hash(h) for h in change.hashes]
-    if not change.stored:
-        return BlockRemoved(block_hashes=hashes, medium=MEDIUM, group_idx=change.group)
-    return BlockStored(
-        block_hashes=hashes,
-        parent_block_hash=None,
-        token_ids=[],
-        block_size=0,
-        lora_id=None,
-        medium=MEDIUM,
-        lora_name=None,
-        group_idx=change.group,
-    )
-
-
 def _rank(parallel: Any) -> tuple[int, int]:
     from vllm.distributed import parallel_state
 
@@ -394,17 +365,3 @@ def _rank(parallel: Any) -> tuple[int, int]:
     except AssertionError:  # no groups, as in tests without a worker
         rank, tp = int(getattr(parallel, "rank", 0)), int(parallel.tensor_parallel_size)
         return rank // tp, rank % tp
-
-
-def _check_policy(vllm_config: Any) -> None:
-    """Called where a worker is made, for only there vLLM tells the configuration that it acts on: inside MultiConnector,
-    ``vllm_config`` is one of ours alone, and its policy is not looked at."""
-    acting = (get_current_vllm_config_or_none() or vllm_config).kv_transfer_config
-    policy = getattr(acting, "kv_load_failure_policy", None)
-    if policy is not None and policy != "recompute":
-        log.warning(
-            "kvtierd: kv_load_failure_policy is %r: a load that fails (the daemon was restarted in the middle of it) fails the "
-            'user\'s request. Set "kv_load_failure_policy": "recompute" in --kv-transfer-config (beside %s) to have it computed.',
-            policy,
-            getattr(acting, "kv_connector", ""),
-        )

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
+MEDIUM: Final = "CPU"
+"""Where events say that blocks are: beyond the engine's own memory. vLLM knows no name for all tiers together."""
 MAX_TOLD: Final = 1 << 18
 """Blocks that are remembered as told. Older ones are told as removed, so that nobody counts on what is not followed."""
 
@@ -60,3 +62,23 @@ class Events:
         for group, block_hash in blocks:
             by_group.setdefault(group, []).append(block_hash)
         self._waiting += [Change(False, group, hashes) for group, hashes in by_group.items()]
+
+
+def to_vllm(change: Change) -> Any:
+    """A change as vLLM publishes it."""
+    from vllm.distributed.kv_events import BlockRemoved, BlockStored
+    from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+    hashes = [maybe_convert_block_hash(h) for h in change.hashes]
+    if not change.stored:
+        return BlockRemoved(block_hashes=hashes, medium=MEDIUM, group_idx=change.group)
+    return BlockStored(
+        block_hashes=hashes,
+        parent_block_hash=None,
+        token_ids=[],
+        block_size=0,
+        lora_id=None,
+        medium=MEDIUM,
+        lora_name=None,
+        group_idx=change.group,
+    )

@@ -24,8 +24,8 @@ import numpy as np
 
 from kvtierd import tracing
 from kvtierd.client import Reservation
+from kvtierd.connectors.vllm.choosing import Choice
 from kvtierd.connectors.vllm.context import Context
-from kvtierd.connectors.vllm.identity import GroupPlan
 from kvtierd.connectors.vllm.logs import warn_rarely
 from kvtierd.connectors.vllm.metadata import Part, Report, SaveJob
 from kvtierd.connectors.vllm.pins import Pins
@@ -65,7 +65,6 @@ class Saves:
         largest_bytes = max(self._plan.block_bytes(g.pool) for g in self._plan.groups)
         room = self._max_held // BATCH_SHARE // sum(g.blocks_per_chunk for g in self._plan.groups)
         self._batch = max(1, min(MAX_BATCH_BYTES // largest_bytes, MAX_KEYS_PER_CALL, room))
-        self._windowed = [g for g in self._plan.groups if g.window]
         self._saves: dict[int, Save] = {}
         self._abandoned: list[Save] = []
         self._answered: deque[int] = deque()
@@ -73,6 +72,7 @@ class Saves:
         self._committing, self._commits_until_s = 0, 0.0
         self.pins = Pins(ctx)
         self._recent = Remembered()
+        self.choice = Choice(ctx, self.pins, self._recent)
         self._epoch = 0
         self._slow = False
         self._next_id = 1
@@ -117,20 +117,6 @@ class Saves:
         """Whether blocks of this request are still held."""
         return self._by_request[request_id] > 0
 
-    def due(self, state: RequestState, computed: int) -> int:
-        """Chunks of a request whose KV is certain to be right once ``computed`` of its tokens have gone through the model."""
-        request, chunk = state.request, self._plan.chunk_tokens
-        if state.bypass or state.stale or state.settings.skip_save:
-            return 0
-        due = min(int(request.num_prompt_tokens), computed) // chunk
-        if self._ctx.settings.save_decode:
-            # A chunk of generated tokens is right once a token after it has been accepted: drafts may have been rejected.
-            due = max(due, min(computed, int(request.num_tokens) - 1) // chunk)
-        limit = state.settings.max_save_tokens
-        if limit is not None:
-            due = min(due, limit // chunk)
-        return min(due, self._ctx.keys.count(request))
-
     def collect(self, state: RequestState, table: Sequence[Sequence[int]], computed: int) -> None:
         """Hand over every chunk that is due and was not yet, as far as blocks may be held.
 
@@ -139,14 +125,14 @@ class Saves:
             table: its blocks, one list a KV cache group.
             computed: tokens that have gone through the model after this step.
         """
-        due = self.due(state, computed)
+        due = self.choice.due(state, computed)
         if due <= state.useless:
             return
-        stop = self._useful(state, table, due)
-        whole = due == stop == self.due(state, max(computed, int(state.request.num_prompt_tokens)))
+        stop = self.choice.useful(state, table, due)
+        whole = due == stop == self.choice.due(state, max(computed, int(state.request.num_prompt_tokens)))
         while state.next_chunk < stop:
             first, last = state.next_chunk, min(stop, state.next_chunk + self._batch)
-            wanted = [self._wanted(state, group, table[group.index], first, last) for group in self._plan.groups]
+            wanted = [self.choice.wanted(state, group, table[group.index], first, last) for group in self._plan.groups]
             size = sum(some.size for some in wanted)
             if size and self._held and self._held + size > self._room:
                 self._counts["save_delays"] += 1
@@ -159,7 +145,7 @@ class Saves:
     def collect_last(self, state: RequestState, table: Sequence[Sequence[int]], computed: int) -> None:
         """As ``collect``, for a request that ends: what may not be held now is not saved."""
         self.collect(state, table, computed)
-        due = self.due(state, computed)
+        due = self.choice.due(state, computed)
         left = "window" if due <= state.useless else "busy"
         self._counts[f"saves|{left}"] += max(0, due - state.next_chunk) * len(self._plan.groups)
 
@@ -167,50 +153,6 @@ class Saves:
     def _room(self) -> int:
         """Blocks that may be held. Few while the daemon does not answer: they would be missing for nothing."""
         return self._max_held // BATCH_SHARE if self._slow else self._max_held
-
-    def _useful(self, state: RequestState, table: Sequence[Sequence[int]], stop: int) -> int:
-        """One past the last chunk, up to ``stop``, where a hit may end: all that windows need there is in the table.
-
-        Chunks after that one are of use only to a hit that ends at a later chunk, so they wait until there is one.
-        """
-        for end in range(stop, state.next_chunk, -1) if self._windowed else ():
-            needed = [(g, g.first_needed(end * self._plan.chunk_tokens) // self._plan.chunk_tokens) for g in self._windowed]
-            if all(self._whole(g, table[g.index], c) for g, n in needed for c in range(max(state.next_chunk, n), end)):
-                return end
-        return state.next_chunk if self._windowed else stop
-
-    def _whole(self, group: GroupPlan, ids: Sequence[int], chunk: int) -> bool:
-        """Whether none of a chunk's blocks has left its window."""
-        size = group.blocks_per_chunk
-        blocks = ids[chunk * size : (chunk + 1) * size]
-        return len(blocks) == size and self._ctx.null_block not in blocks
-
-    def _wanted(self, state: RequestState, group: GroupPlan, ids: Sequence[int], first: int, last: int) -> Wanted:
-        size, now = group.blocks_per_chunk, time.monotonic()
-        whole = [c for c in range(first, last) if self._whole(group, ids, c)]
-        every = self._ctx.keys.keys(state.request, group.index, first, last) if whole else []
-        if len(names := state.names.setdefault(group.index, [])) == first:
-            names += every
-        chunks = [c for c in whole if not self._is_done(state, every[c - first], now)]
-        blocks = [list(ids[c * size : (c + 1) * size]) for c in chunks]
-        return Wanted(group, chunks, [every[c - first] for c in chunks], blocks, len(whole) - len(chunks))
-
-    def _is_done(self, state: RequestState, key: bytes, now: float) -> bool:
-        """Whether nothing needs to be asked for a chunk: it was held a moment ago, and is pinned if it should be."""
-        settings = state.settings
-        if settings.ttl_s or (settings.pin_s and not self.pins.holds(state.tenant, key, settings.pin_s)):
-            return False
-        return self._recent.until_s(state.tenant, key) > now
-
-    def _before(self, state: RequestState, wanted: Wanted) -> list[bytes]:
-        """Keys of a request's chunks before these. Windows have none: their chunks are of use without those before."""
-        group, first = wanted.group, wanted.chunks[0]
-        names = state.names[group.index]
-        if group.window or first + len(wanted.chunks) > MAX_KEYS_PER_CALL:
-            return []
-        if len(names) < first:
-            names += self._ctx.keys.keys(state.request, group.index, len(names), first)
-        return names[:first]
 
     def _add(self, state: RequestState, wanted: Wanted, *, whole: bool) -> None:
         """Hold the blocks of these chunks and ask for slots. With ``whole`` they are the last of a prompt, or come after it."""
@@ -231,7 +173,7 @@ class Saves:
             settings.pin_s,
             settings.ttl_s,
             hashes,
-            self._before(state, wanted) if whole else (),
+            self.choice.before(state, wanted) if whole else (),
             (state.matched_tokens or 0) // self._plan.chunk_tokens,
             self._epoch,
             state.traceparent,

@@ -18,10 +18,8 @@ from kvtierd.connectors.lmcache import request_settings
 from kvtierd.connectors.vllm.background import Background
 from kvtierd.connectors.vllm.context import Context
 from kvtierd.connectors.vllm.doubt import Doubts
-from kvtierd.connectors.vllm.events import Change, Events
-from kvtierd.connectors.vllm.gate import Gate, Steps
-from kvtierd.connectors.vllm.hashes import Keys
-from kvtierd.connectors.vllm.layout import UnsupportedLayoutError
+from kvtierd.connectors.vllm.events import Change
+from kvtierd.connectors.vllm.gate import Steps
 from kvtierd.connectors.vllm.loads import Loads
 from kvtierd.connectors.vllm.logs import warn_rarely
 from kvtierd.connectors.vllm.metadata import KvtierdMetadata, KvtierdWorkerMetadata, Rank, RankLayout
@@ -30,8 +28,8 @@ from kvtierd.connectors.vllm.requests import RequestState, tenant_of
 from kvtierd.connectors.vllm.resets import before_resets, finish, worker_of
 from kvtierd.connectors.vllm.saves import Saves
 from kvtierd.connectors.vllm.settings import Settings
+from kvtierd.connectors.vllm.start import Start
 from kvtierd.connectors.vllm.traces import follow, parent_of
-from kvtierd.errors import KvtierdError
 
 CALL_THREADS: Final = 4
 MAX_ARRIVALS: Final = 4096
@@ -63,18 +61,22 @@ class SchedulerSide:
         failed: Callable[[str], None],
     ) -> None:
         follow(vllm_config)
-        self._config = vllm_config
-        self._kv_cache_config = kv_cache_config
         self._settings = settings
-        self._recovers_groups = recovers_groups
+        self._engine_id = str(getattr(vllm_config.kv_transfer_config, "engine_id", ""))
         self._keeps_stepping = keeps_stepping
         self._failed = failed
         self.counts: Counter[str] = Counter()
-        self._layouts: dict[Rank, RankLayout] = {}
-        self._pools: Pools | None = None
-        self._block_pool: Any = None
-        self._disabled = ""
-        self._ctx: Context | None = None
+        self._lookups = Background(settings.max_loads, "kvtierd-lookup")  # one that waits for NVMe keeps no other back
+        self._calls = Background(CALL_THREADS, "kvtierd-call")
+        self._start = Start(
+            vllm_config,
+            kv_cache_config,
+            settings,
+            recovers_groups=recovers_groups,
+            counts=self.counts,
+            calls=self._calls,
+            lookups=self._lookups,
+        )
         self._saves: Saves | None = None
         self._loads = Loads()
         self._requests: dict[str, RequestState] = {}
@@ -83,76 +85,35 @@ class SchedulerSide:
         self._steps = Steps()
         self._doubts = Doubts(int(vllm_config.parallel_config.pipeline_parallel_size) + 2)
         self._building = KvtierdMetadata()
-        self._lookups = Background(settings.max_loads, "kvtierd-lookup")  # one that waits for NVMe keeps no other back
-        self._calls = Background(CALL_THREADS, "kvtierd-call")
 
     # ---- start and end
 
+    @property
+    def _ctx(self) -> Context | None:
+        return self._start.ctx
+
+    @property
+    def _pools(self) -> Pools | None:
+        return self._start.pools
+
+    @property
+    def _disabled(self) -> str:
+        return self._start.disabled
+
     def learn(self, layouts: Mapping[Rank, RankLayout]) -> None:
         """Ranks tell how their KV cache lies in memory. Once all have, the daemon is attached to."""
-        self._layouts |= layouts
-        parallel = self._config.parallel_config
-        if self._pools or self._disabled or len(self._layouts) < parallel.tensor_parallel_size * parallel.pipeline_parallel_size:
-            return
-        try:
-            pools = Pools(self._config, self._layouts, self._settings, str(self._config.kv_transfer_config.engine_id))
-        except (UnsupportedLayoutError, ValueError, KvtierdError) as e:
-            self.disable(str(e))
-            return
-        if pools.plan.selective and not self._recovers_groups:
-            pools.close()
-            self.disable("this vLLM is too old for models with several KV cache groups or sliding windows: use a newer one")
-            return
-        self._pools = pools
+        self._start.learn(layouts)
         self._begin()
-        plan = pools.plan
-        log.info(
-            "kvtierd: blocks of %d tokens and %.2f MiB in %d KV cache groups; %s hashes",
-            plan.chunk_tokens,
-            sum(plan.block_bytes(g.pool) for g in plan.groups) / 2**20,
-            len(plan.groups),
-            "the engine's" if pools.hashes_usable else "its own chain of",
-        )
 
     def bind_block_pool(self, block_pool: Any) -> None:
         """vLLM's pool of blocks, in which saves hold theirs."""
-        self._block_pool = block_pool
         before_resets(block_pool, self._finish_saves)
+        self._start.bind_block_pool(block_pool)
         self._begin()
 
     def _begin(self) -> None:
-        pools = self._pools
-        if pools is None or self._block_pool is None or self._ctx is not None:
-            return
-        plan = pools.plan
-        keys = Keys(plan.chunk_tokens, self._hash_tokens(), len(plan.groups), own_chain=not pools.hashes_usable)
-        listening = getattr(getattr(self._config, "kv_events_config", None), "enable_kv_cache_events", False)
-        self._ctx = Context(
-            self._settings,
-            pools,
-            keys,
-            Gate(),
-            self.counts,
-            self._calls,
-            self._lookups,
-            self._block_pool,
-            Events() if listening else None,
-        )
-        self._saves = Saves(self._ctx)
-
-    def _hash_tokens(self) -> int:
-        given = getattr(self._kv_cache_config, "hash_block_size", None)
-        if given:
-            return int(given)
-        from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
-
-        return int(resolve_kv_cache_block_sizes(self._kv_cache_config, self._config)[1])
-
-    def disable(self, why: str) -> None:
-        """Serve without a cache from now on."""
-        if not self._disabled:
-            self._disabled = why
-            log.error("kvtierd: no KV cache is kept for this engine: %s", why)
+        if self._ctx is not None and self._saves is None:
+            self._saves = Saves(self._ctx)
 
     def reset(self) -> None:
         """Nothing saved so far may be hit any more. Blocks that saves hold go back at once where no worker reads them."""
@@ -172,8 +133,8 @@ class SchedulerSide:
     def _finish_saves(self) -> None:
         """vLLM is about to reset its prefix cache, for which nobody may hold a block."""
         try:
-            worker = worker_of(str(self._config.kv_transfer_config.engine_id))
-            if self._saves is not None and self._saves.alone and worker is not None and len(self._layouts) == 1:
+            worker = worker_of(self._engine_id)
+            if self._saves is not None and self._saves.alone and worker is not None and len(self._start.layouts) == 1:
                 finish(self._saves, worker)
         except Exception:
             self._failed("the end of saves before a reset")
