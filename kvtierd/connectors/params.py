@@ -52,6 +52,8 @@ def request_settings(kv_transfer_params: Mapping[str, object] | None) -> Request
     """
     if not kv_transfer_params:
         return RequestSettings()
+    if not isinstance(kv_transfer_params, Mapping):  # vLLM lets a request put anything there
+        raise ValueError(f"kv_transfer_params map names to values; got {_short(kv_transfer_params)}")
     for key in kv_transfer_params:
         name = str(key).removeprefix("kvtierd.")
         if name != str(key) and name not in KEYS:

@@ -96,3 +96,9 @@ def test_random_parameters_end_in_settings_or_a_value_error(params: dict[str, An
     assert found.pin_s is None or 0 < found.pin_s < 1e9
     assert len(found.tenant) <= 128 and found.tenant.isprintable()
     assert all(n is None or n >= 0 for n in (found.max_load_tokens, found.max_save_tokens))
+
+
+@pytest.mark.parametrize("params", ["kvtierd.pin", ["kvtierd.pin"], 5, True, ("a",)])
+def test_parameters_that_are_no_table_are_refused(params: Any) -> None:
+    with pytest.raises(ValueError, match="kv_transfer_params map names to values"):
+        request_settings(params)

@@ -67,6 +67,7 @@ def test_good_values(name: str, value: Any, understood: Any) -> None:
         ("save_decode", "maybe"),
         ("save_decode", 1),
         ("max_loads", 0),
+        ("max_loads", 10**400),
         ("max_held_fraction", 1.0),
         ("salt_tenants", "s=t"),
         ("salt_tenants", {"s": 1}),
@@ -77,6 +78,12 @@ def test_good_values(name: str, value: Any, understood: Any) -> None:
 def test_bad_values_are_named(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"kvtierd.{name} "):
         read(**{name: value})
+
+
+@pytest.mark.parametrize("extra", [["kvtierd.gate"], "kvtierd.gate=0", 5, {1: 2}])
+def test_what_is_no_table_of_settings_is_refused(extra: Any) -> None:
+    with pytest.raises(ValueError, match="kv_connector_extra_config maps names"):
+        read_settings(extra, {})
 
 
 def test_an_unknown_key_has_a_hint() -> None:

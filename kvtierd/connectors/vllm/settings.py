@@ -93,6 +93,8 @@ def read_settings(
     Raises:
         ValueError: a ``kvtierd.`` key is unknown or its value cannot be used; the text names it and what is allowed.
     """
+    if not isinstance(extra_config, Mapping) or not all(isinstance(key, str) for key in extra_config):
+        raise ValueError(f"kv_connector_extra_config maps names of settings to values; got {extra_config!r}")
     translation = lmcache.translate(extra_config, os.environ if environ is None else environ)
     values: dict[str, Any] = {"role": KV_ROLES[kv_role]} if kv_role in KV_ROLES else {}
     values |= {k.removeprefix(PREFIX): v for k, v in translation.settings.items()}
@@ -145,7 +147,7 @@ def _checked(name: str, kind: str, value: Any) -> Any:
 def _number(key: str, kind: str, value: Any, low: float, high: float) -> float | int:
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if isinstance(value, bool) or not low <= number <= high or (kind == "int" and number != int(number)):
         raise ValueError(f"{key} is a {'whole ' if kind == 'int' else ''}number from {low:g} to {high:g}; got {value!r}")
