@@ -174,7 +174,7 @@ class _Reader:
         content = item.value
         try:
             content = json.loads(content) if isinstance(content, str) else content
-        except ValueError:
+        except (ValueError, RecursionError):
             content = None
         if not isinstance(content, dict):
             raise LmcacheConfigError(f'{item.label} is a table of keys, as text a JSON object such as {{"use_odirect": true}}')

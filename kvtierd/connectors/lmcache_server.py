@@ -217,7 +217,7 @@ def _second_level(adapter: Mapping[str, Any], capacities: Capacities, warn: Warn
 def _object(label: str, text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except ValueError as e:  # the text itself is not shown: it may hold passwords
+    except (ValueError, RecursionError) as e:  # the text itself is not shown: it may hold passwords
         raise LmcacheConfigError(f"{label} is a JSON object (in single quotes inside a longer text), and this is none: {e}") from e
     if not isinstance(value, dict):
         raise LmcacheConfigError(f"{label} is a JSON object; got a {type(value).__name__}")

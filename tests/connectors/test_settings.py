@@ -68,6 +68,12 @@ def test_good_values(name: str, value: Any, understood: Any) -> None:
         ("save_decode", 1),
         ("max_loads", 0),
         ("max_loads", 10**400),
+        ("tenant", "x" * 129),
+        ("tenant", "a\nb"),
+        ("salt_tenants", {"s": "x" * 129}),
+        ("revision", "\ud800"),
+        ("address", "localhost:5555"),
+        ("address", "nonsense"),
         ("max_held_fraction", 1.0),
         ("salt_tenants", "s=t"),
         ("salt_tenants", {"s": 1}),
@@ -76,7 +82,7 @@ def test_good_values(name: str, value: Any, understood: Any) -> None:
     ],
 )
 def test_bad_values_are_named(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"kvtierd.{name} "):
+    with pytest.raises(ValueError, match=f"kvtierd.{name}[ :]"):
         read(**{name: value})
 
 
@@ -143,3 +149,9 @@ def test_every_number_has_limits() -> None:
         if f.type in ("int", "float"):
             with pytest.raises(ValueError, match=f"from .* to .*{-1}"):
                 read(**{f.name: -1})
+
+
+def test_the_variable_for_the_address_is_checked_too() -> None:
+    with pytest.raises(ValueError, match=r"\$KVTIERD_ADDRESS\) is a socket on the engine's own host"):
+        read_settings({}, {"KVTIERD_ADDRESS": "node7:5555"})
+    read_settings({"kvtierd.address": "/run/k.sock"}, {"KVTIERD_ADDRESS": "node7:5555"})

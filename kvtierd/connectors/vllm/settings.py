@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
+from kvtierd.client.address import ADDRESS_VARIABLE, socket_path
+from kvtierd.config import MAX_TENANT_NAME
 from kvtierd.connectors import lmcache
 
 PREFIX: Final = "kvtierd."
@@ -95,7 +97,8 @@ def read_settings(
     """
     if not isinstance(extra_config, Mapping) or not all(isinstance(key, str) for key in extra_config):
         raise ValueError(f"kv_connector_extra_config maps names of settings to values; got {extra_config!r}")
-    translation = lmcache.translate(extra_config, os.environ if environ is None else environ)
+    environ = os.environ if environ is None else environ
+    translation = lmcache.translate(extra_config, environ)
     values: dict[str, Any] = {"role": KV_ROLES[kv_role]} if kv_role in KV_ROLES else {}
     values |= {k.removeprefix(PREFIX): v for k, v in translation.settings.items()}
     values |= {k.removeprefix(PREFIX): v for k, v in extra_config.items() if k.startswith(PREFIX)}
@@ -106,6 +109,7 @@ def read_settings(
             hint = f"; did you mean {PREFIX}{close[0]}?" if close else f"; known: {', '.join(PREFIX + n for n in known)}"
             raise ValueError(f"{PREFIX}{name} in kv_connector_extra_config is not known{hint}")
     checked = {name: _checked(name, str(known[name].type), value) for name, value in values.items()}
+    _check_address("kvtierd.address", checked.get("address", "") or environ.get(ADDRESS_VARIABLE, ""))
     return Settings(**checked), [*translation.warnings, *_sizes_warning(translation.daemon)]
 
 
@@ -138,10 +142,30 @@ def _checked(name: str, kind: str, value: Any) -> Any:
             raise ValueError(f"{key} is a text; got {value!r}")
         if name == "role" and value not in ROLES:
             raise ValueError(f"{key} is one of {', '.join(ROLES)}; got {value!r}")
+        if name == "tenant":
+            _check_tenant(key, value)
+        if not value.isascii() and value != value.encode(errors="replace").decode():
+            raise ValueError(f"{key} is no valid Unicode: {value!r}")
         return value
     if not isinstance(value, Mapping) or not all(isinstance(k, str) and isinstance(v, str) for k, v in value.items()):
         raise ValueError(f"{key} maps texts to texts (cache_salt to tenant); got {value!r}")
+    for tenant in value.values():
+        _check_tenant(key, tenant)
     return dict(value)
+
+
+def _check_address(key: str, address: str) -> None:
+    try:
+        good = not address or socket_path(address) is not None
+    except ValueError:
+        good = False
+    if not good:  # bytes go through memory that only processes of one host share
+        raise ValueError(f'{key} (or ${ADDRESS_VARIABLE}) is a socket on the engine\'s own host, "unix:PATH"; got {address!r}')
+
+
+def _check_tenant(key: str, name: str) -> None:
+    if len(name) > MAX_TENANT_NAME or not name.isprintable():
+        raise ValueError(f"{key}: the name of a tenant has at most {MAX_TENANT_NAME} printable characters; got {name!r}")
 
 
 def _number(key: str, kind: str, value: Any, low: float, high: float) -> float | int:
