@@ -275,7 +275,15 @@ def test_it_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("version", "refused"),
-    [("0.22.1", True), ("0.23.0", False), ("0.32.0+cpu", False), ("0.1.dev1", False), ("9.0", False), ("", False)],
+    [
+        ("0.22.1", True),
+        ("0.23.0", False),
+        ("0.32.0+cpu", False),
+        ("0.33.0", False),
+        ("0.1.dev1", False),
+        ("9.0", False),
+        ("", False),
+    ],
 )
 def test_versions(version: str, refused: bool) -> None:
     if refused:

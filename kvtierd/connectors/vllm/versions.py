@@ -7,7 +7,7 @@ import re
 from typing import Any, Final
 
 OLDEST: Final = (0, 23)
-NEWEST_KNOWN: Final = (0, 32)
+NEWEST_KNOWN: Final = (0, 33)
 
 log = logging.getLogger("vllm.kvtierd")
 
