@@ -193,9 +193,8 @@ class Journal:
                 log.error("%s: records could not be written: %s", self._folder.path, e)
 
     def flush(self) -> None:
-        """Write records that wait. Raises OSError."""
-        if self._pending:
-            self.append(b"")
+        """Write records that wait; on return those that another thread was writing are there too. Raises OSError."""
+        self.append(b"")
 
     def begin_snapshot(self) -> str:
         """Begin a new journal and return the path that the snapshot is to be written to, header included. Raises OSError."""
