@@ -74,7 +74,7 @@ class Runtime:
     async def start(self) -> None:
         """Open the NVMe tier, recover its blocks and begin to serve. Raises StartupError."""
         if self.config.nvme.capacity:
-            self.nvme = await asyncio.to_thread(NvmeStore.open, self.config.nvme)
+            self.nvme = await asyncio.to_thread(NvmeStore.open, self.config.nvme, clock=self.now)
             self.core = TierCore(core_config(self.config, self.nvme.capacity_bytes), configured_tenants(self.config))
             self.recovered_before = await recover(self.core, self.nvme, self.wall)
             saved = await asyncio.to_thread(self.nvme.load_budget)

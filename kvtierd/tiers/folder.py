@@ -84,7 +84,7 @@ class Folder:
             StartupError: it cannot be made or written, is on a volatile file system, or another process holds it.
         """
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            os.makedirs(path, exist_ok=True)
         except OSError as e:
             raise StartupError(f"nvme folder {path} cannot be made ({e.strerror}): make it, or name another in nvme.folders") from e
         if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
