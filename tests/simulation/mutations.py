@@ -1,0 +1,227 @@
+# ruff: noqa: E501 - the text of the code that is changed
+"""Bugs put in on purpose, each a small change of one function's text, to see whether the simulation finds them.
+
+A change whose text is not in the function any more fails, so that this list follows the code.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One bug.
+
+    ``where`` is "module:function" or "module:Class.method", the module being the one that calls it; ``seeds`` is within how many
+    seeds it must be found.
+    """
+
+    name: str
+    where: str
+    old: str
+    new: str
+    seeds: int = 1000
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """The bug is there meanwhile."""
+        module_name, path = self.where.split(":")
+        holder = importlib.import_module(module_name)
+        *outer, name = path.split(".")
+        for part in outer:
+            holder = getattr(holder, part)
+        former = inspect.getattr_static(holder, name)
+        function = inspect.unwrap(getattr(holder, name))
+        source = textwrap.dedent(inspect.getsource(function))
+        assert source.count(self.old) == 1, f"{self.name}: the text to change is in {self.where} {source.count(self.old)} times"
+        made: dict[str, object] = {}
+        code = "from __future__ import annotations\n" + source.replace(self.old, self.new)
+        exec(compile(code, self.where, "exec"), function.__globals__, made)
+        setattr(holder, name, made[name])
+        try:
+            yield
+        finally:
+            setattr(holder, name, former)
+
+
+SAVES = "kvtierd.core.saves:Saves."
+MOVER = "kvtierd.core.movement:Mover."
+DEMOTER = "kvtierd.core.demotion:Demoter."
+STATE = "kvtierd.core.state:CoreState."
+READS = "kvtierd.core.reads:Reads."
+SPACE = "kvtierd.core.space:Space."
+POOL = "kvtierd.core.slots:SlotPool."
+RECOVERY = "kvtierd.tiers.recovery:"
+JOURNAL = "kvtierd.tiers.journal:Journal."
+STORE = "kvtierd.tiers.nvme:NvmeStore."
+SEGMENTS = "kvtierd.tiers.segments:SegmentTable."
+EXECUTOR = "kvtierd.transfer.executor:Executor."
+RUNTIME = "kvtierd.runtime.runtime:Runtime."
+
+CORE = [
+    Mutation("an abort frees nothing", SAVES + "_give_up", "    self._state.unpin(now, copy)", "    pass"),
+    Mutation("a session that ends keeps its saves", SAVES + "end", "range(len(ticket.open))", "range(0)"),
+    Mutation(
+        "a session that ends keeps its loads", "kvtierd.core.tier_core:TierCore.detach", "self._reads.close(now, ticket)", "pass"
+    ),
+    Mutation("a move does not pin its source", MOVER + "_begin", "state.pin(source)", "pass"),
+    Mutation(
+        "a block is readable while it is read from NVMe",
+        MOVER + "_begin",
+        "self._promoting[target] = move",
+        "self._promoting[target] = move; state.set_state(now, target, CopyState.READY, why)",
+    ),
+    Mutation("a load hands out what it has not pinned", READS + "_read_ticket", "state.pin(copy)", "pass"),
+    Mutation("an eviction tells the store nothing", STATE + "_leave_ready", "if tier is Tier.NVME:", "if False:"),
+    Mutation(
+        "a block that is evicted while it is written stays on disk",
+        MOVER + "_succeeded",
+        "elif target.tier is Tier.NVME:",
+        "elif False:",
+    ),
+    Mutation("quotas are not looked at", SPACE + "allocate", "if quota and", "if False and"),
+    Mutation(
+        "a slot is free while somebody reads it",
+        STATE + "evict",
+        "CopyState.DOOMED if copy.pins else CopyState.ABSENT",
+        "CopyState.ABSENT",
+    ),
+    Mutation(
+        "a retired extent frees its bytes at once",
+        POOL + "retire",
+        "self.retiring[extent.extent_id] = extent.size_bytes",
+        "self.retiring[extent.extent_id] = 0; self.reserved_bytes -= extent.size_bytes",
+    ),
+    Mutation(
+        "a load's deadline does nothing",
+        "kvtierd.core.tier_core:TierCore.tick",
+        "self._reads.miss_rest(now, read, Reason.DEADLINE)",
+        "pass",
+    ),
+    Mutation("expired blocks are found", READS + "_read_ticket", " or block.expires_s <= now", ""),
+    Mutation(
+        "a failed write counts as stored",
+        MOVER + "done",
+        "if result is Result.OK:",
+        "if result is Result.OK or result is Result.IO_ERROR:",
+    ),
+    Mutation(
+        "a corrupt copy is handed out",
+        MOVER + "done",
+        "if result is Result.OK:",
+        "if result is Result.OK or result is Result.CORRUPT:",
+    ),
+    Mutation("waiters of a failed move are forgotten", MOVER + "_failed", "self.miss(now, ticket, index, reason)", "pass"),
+    Mutation("hungry realms are not fed", DEMOTER + "_feed", "del self._space.hungry[realm.realm_id]", "return"),
+]
+
+RECOVERING = [
+    Mutation(
+        "torn records are replayed",
+        JOURNAL + "_load_file",
+        "good = np.flatnonzero(intact)",
+        "intact[:] = True; good = np.flatnonzero(intact)",
+    ),
+    Mutation(
+        "removals are not replayed",
+        RECOVERY + "_last_of_each_slot",
+        "slots = records",
+        'records, rank = records[records["shards"] > 0], rank[records["shards"] > 0]; slots = records',
+    ),
+    Mutation(
+        "generations are ignored", RECOVERY + "_last_of_each_slot", '(records["generation"] << 1)', '(0 * records["generation"])'
+    ),
+    Mutation("generations begin anew", STORE + "recover", "self._max_generation + 1,", "1,"),
+    Mutation(
+        "parts of blocks are whole blocks",
+        RECOVERY + "_whole_blocks",
+        'np.logical_and.reduceat(fits, starts) & (counts == ordered["shards"][starts])',
+        "np.ones(len(starts), bool)",
+    ),
+    Mutation("snapshots drop all journals", JOURNAL + "commit_snapshot", "n < number - 1", "n <= number"),
+    Mutation(
+        "a snapshot leaves blocks out", "kvtierd.core.tier_core:TierCore.nvme_entries", "for key in keys:", "for key in keys[1:]:"
+    ),
+    Mutation(
+        "expiries are lost",
+        "kvtierd.runtime.runtime:recover",
+        "kept = [row if row[4] == NO_END else (*row[:4], clock.on_core(row[4])) for row in chunk]",
+        "kept = [(*row[:4], NO_END) for row in chunk]",
+    ),
+]
+
+MOVING = [
+    Mutation(
+        "a job of many blocks loses its last",
+        "kvtierd.transfer.executor:_split",
+        "jobs.append(_job(command, batch))\n    return jobs",
+        "jobs.append(_job(command, batch[:-1] or batch))\n    return jobs",
+    ),
+    Mutation("a finished job starts no other", EXECUTOR + "_ended", "    self._start()", "    pass"),
+    Mutation("demotions take places for ever", EXECUTOR + "_ended", "self._demotions -= job.priority is Priority.DEMOTE", "pass"),
+    Mutation(
+        "results are given to the wrong blocks",
+        EXECUTOR + "_ended",
+        "list(zip(job.moves, results, strict=True))",
+        "list(zip(job.moves, results[::-1], strict=True))",
+    ),
+    Mutation(
+        "shards are read into each other's slots",
+        EXECUTOR + "_block_io",
+        "zip(inner.all_slots(), sizes, strict=True)",
+        "zip(inner.all_slots()[::-1] if not down else inner.all_slots(), sizes, strict=True)",
+    ),
+    Mutation(
+        "an eviction is confirmed before the disk has it", RUNTIME + "evict", "await asyncio.to_thread(self.nvme.flush)", "pass"
+    ),
+]
+
+STORING = [
+    Mutation(
+        "a flush does not wait for another's write",
+        JOURNAL + "flush",
+        'self.append(b"")',
+        'if self._pending: self.append(b"")',
+    ),
+    Mutation(
+        "the payload's checksum is not looked at",
+        "kvtierd.tiers.slot_io:page_matches",
+        "return bool(page[len(prefix) : _CHECKSUM_END] == xxhash.xxh3_128_digest(payload))",
+        "return True",
+    ),
+    Mutation(
+        "a header may be any block's",
+        "kvtierd.tiers.slot_io:page_matches",
+        "page[: len(prefix)] != prefix or ",
+        "page[:8] != prefix[:8] or ",
+    ),
+    Mutation(
+        "a record is written before its bytes",
+        STORE + "write",
+        "results = self._mover.write(blocks)\n    self._record(blocks, results)",
+        "results = [Result.OK] * len(blocks)\n    [self._table.using(slot_extent(s), create=True).__enter__() for b in blocks for s in b.slots]\n    self._record(blocks, results)\n    results = self._mover.write(blocks)",
+    ),
+    Mutation(
+        "a block counts as stored without its record",
+        STORE + "_record",
+        "results[i] = Result.NO_SPACE if is_exhausted(e) else Result.IO_ERROR",
+        "pass",
+    ),
+    Mutation("a short write is a whole one", "kvtierd.tiers.slot_io:write_all", "buffers = _rest(buffers, moved)", "buffers = []"),
+    Mutation("a write goes on in the wrong place", "kvtierd.tiers.slot_io:write_all", "offset_bytes += moved", "pass"),
+    Mutation(
+        "a journal's failed write leaves its size wrong",
+        JOURNAL + "append",
+        "self._sizes[self._sequence] = size + len(data)",
+        "self._sizes[self._sequence] = size + len(records)",
+    ),
+    Mutation("a dropped segment is never deleted", SEGMENTS + "delete_dropped", "os.unlink(segment.path)", "pass"),
+]
+
+MUTATIONS = [*CORE, *RECOVERING, *MOVING, *STORING]
