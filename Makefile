@@ -25,11 +25,15 @@ VLLM_VERSION ?= 0.32.0
 VLLM_OLDEST := 0.23.0
 VLLM_VENV := .venv-vllm
 VLLM_OLDEST_VENV := .venv-vllm-oldest
+# 2,000 seeds take less than three minutes on two free cores.
+SEEDS ?= 2000
+FIRST ?= 0
+SIMULATE_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 TEST_ARGS ?=
 
-.PHONY: help venv demo test test-slow test-helm test-prometheus test-vllm test-vllm-oldest lint format proto proto-check proto-baseline docs bench bench-peers build clean
+.PHONY: help venv demo test simulate test-slow test-helm test-prometheus test-vllm test-vllm-oldest lint format proto proto-check proto-baseline docs bench bench-peers build clean
 
 help: ## show this list
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)$$/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -75,6 +79,9 @@ test-vllm: ## run the connector inside real vLLM engines on CPU, in an environme
 test-vllm-oldest: ## the same with the oldest vLLM that is supported
 	@bash tests/vllm/install.sh $(VLLM_OLDEST_VENV) $(VLLM_OLDEST) $(PYTHON)
 	$(VLLM_OLDEST_VENV)/bin/python -m pytest -m "not gpu" tests/vllm tests/connectors $(TEST_ARGS)
+
+simulate: $(DEV) ## simulate SEEDS runs of a whole daemon with faults and crashes (or tell one: SEED=k)
+	$(BIN)/python -m kvtierd.testing.simulation $(if $(SEED),--seed $(SEED),--seeds $(SEEDS) --first $(FIRST)) $(SIMULATE_ARGS)
 
 lint: $(DEV) ## ruff, mypy and the import contracts
 	$(BIN)/ruff check .
