@@ -28,6 +28,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from kvtierd.errors import ConfigError
+from kvtierd.tenant_config import MAX_TENANT_NAME, TenantConfig, is_tenant_name
 from kvtierd.units import (
     MAX_DURATION_S,
     is_loopback,
@@ -47,7 +48,6 @@ __all__ = [
 ]  # fmt: skip
 
 MAX_DEADLINE_S: Final = 86400.0
-MAX_TENANT_NAME: Final = 128
 
 
 def _plain_number(value: object, field: FieldInfo) -> object:
@@ -166,6 +166,12 @@ class PolicyConfig(_Section):
     turn_bonus: Duration = Field(
         0.0, description="Blocks of requests that match at least two known ones count as used so much later; with lru only."
     )
+    fair_share: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="Share of a full tier beyond which a tenant evicts its own blocks, unless others are idle.",
+    )
 
 
 class ServerConfig(_Section):
@@ -205,17 +211,6 @@ class ServerConfig(_Section):
     def fd_socket(self) -> Path:
         """Descriptor socket with the default worked out."""
         return self.descriptor_socket or self.socket.with_name(self.socket.stem + ".fd.sock")
-
-
-class TenantConfig(_Section):
-    """Limits of one tenant."""
-
-    cpu_quota: Size = Field(0, description="Most bytes on the CPU tier; 0 means no limit.")
-    nvme_quota: Size = Field(0, description="Most bytes on the NVMe tier; 0 means no limit.")
-    hbm_quota: Size = Field(0, description="Most bytes on the HBM tier; 0 means no limit.")
-    hbm_ttl: OptionalDuration = Field(None, description="Own TTL on HBM; not set means the tier's.")
-    cpu_ttl: OptionalDuration = Field(None, description="Own TTL on CPU; not set means the tier's.")
-    nvme_ttl: OptionalDuration = Field(None, description="Own TTL on NVMe; not set means the tier's.")
 
 
 class LogConfig(_Section):
@@ -300,7 +295,7 @@ class Config(_Section):
         if bool(self.server.tls_cert) != bool(self.server.tls_key):
             raise ValueError("server.tls_cert and server.tls_key go together")
         for name in self.tenants:
-            if not name or not name.isprintable() or len(name) > MAX_TENANT_NAME:
+            if not is_tenant_name(name):
                 raise ValueError(f"tenants.{name[:80]!r}: a tenant name has 1 to {MAX_TENANT_NAME} printable characters")
         if self.server.listen and not (self.server.tls_cert or self.server.insecure):
             raise ValueError("server.listen needs server.tls_cert and server.tls_key, or server.insecure = true")
@@ -316,7 +311,7 @@ def field_paths(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[t
         elif name == "tenants":
             yield from field_paths(TenantConfig, f"{prefix}{name}.NAME.")
         else:
-            yield prefix + name, info
+            yield prefix + (info.alias or name), info
 
 
 def load_config(

@@ -71,6 +71,52 @@ def parse_ttl(value: object) -> float | None:
         raise ValueError(f'{e}, or "never"') from None
 
 
+class Share(float):
+    """A share of something, 0 to 1."""
+
+    def __str__(self) -> str:
+        return f"{100 * self:.6g}%"
+
+
+def _percent(text: str) -> Share:
+    number = text.strip().removesuffix("%").strip()
+    if not re.fullmatch(r"[0-9]+(?:\.[0-9]+)?", number) or float(number) > 100:
+        raise ValueError(f'{shown(text)} is not possible: a share lies between "0%" and "100%", for example "20%"')
+    return Share(float(number) / 100)
+
+
+def parse_share(value: object) -> float:
+    """A share, as a number from 0 to 1 or as text such as "10%". Raises ValueError with an example."""
+    if isinstance(value, str) and value.strip().endswith("%"):
+        return float(_percent(value))
+    try:
+        share = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else float("nan")
+    except (ValueError, OverflowError):
+        share = float("nan")
+    if not 0 <= share <= 1:  # false for nan too
+        raise ValueError(f'{shown(value)} is not possible: write a share that lies between 0 and 1, or "0%" and "100%"')
+    return share
+
+
+def parse_amount(value: object) -> int | Share | None:
+    """Bytes of a size such as "4GiB", a share of a tier such as "20%", or None for "none". Raises ValueError with an example."""
+    if value is None or isinstance(value, Share):
+        return value
+    if isinstance(value, str) and value.strip().lower() == "none":
+        return None
+    if isinstance(value, str) and value.strip().endswith("%"):
+        return _percent(value)
+    try:
+        return parse_size(value)
+    except ValueError as e:
+        raise ValueError(f'{e}; or a share of the tier, such as "20%", or "none"') from None
+
+
+def amount_text(value: int | Share | None) -> int | str | None:
+    """An amount as JSON has it: a number of bytes, "20%", or None."""
+    return str(value) if isinstance(value, Share) else value
+
+
 def parse_mode(value: object) -> int:
     """Permissions: a number (0o600 in TOML), or octal digits as text. Raises ValueError with an example."""
     try:

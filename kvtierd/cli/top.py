@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any, Final
 
@@ -118,6 +119,10 @@ def _tier(window: Window, tier: str) -> dict[str, Any]:
     }
 
 
+def _quota(value: float) -> int | None:
+    return int(value) if math.isfinite(value) else None
+
+
 def _tenant(window: Window, tenant: str) -> dict[str, Any]:
     now = window.after
     hits, misses = window.count("kvtierd_hits_total", tenant=tenant), window.count("kvtierd_misses_total", tenant=tenant)
@@ -125,7 +130,7 @@ def _tenant(window: Window, tenant: str) -> dict[str, Any]:
         "tenant": tenant,
         "blocks": int(now.value("kvtierd_tenant_blocks", tenant=tenant)),
         "used_bytes": {tier: int(now.value("kvtierd_tenant_used_bytes", tenant=tenant, tier=tier)) for tier in TIERS},
-        "quota_bytes": {tier: int(now.value("kvtierd_tenant_quota_bytes", tenant=tenant, tier=tier)) for tier in TIERS},
+        "quota_bytes": {tier: _quota(now.value("kvtierd_tenant_quota_bytes", tenant=tenant, tier=tier)) for tier in TIERS},
         "hit_ratio": hits / (hits + misses) if hits + misses else None,
         "saved_bytes_per_s": window.rate("kvtierd_saved_bytes_total", tenant=tenant),
         "loaded_bytes_per_s": window.rate("kvtierd_loaded_bytes_total", tenant=tenant),

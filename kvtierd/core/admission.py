@@ -10,14 +10,20 @@ room a number is remembered, a bounded lot of them.
 *Budget*: bytes a day, kept as a bucket that fills continuously, up to one day's. What is admitted is taken out. While something
 is in it, everything is admitted; when it is empty, what is used a second time still is, on credit, up to another day's budget. So
 over a long time no more is written than the budget says. Within one day it may be three times that, from full to all on credit.
+A tenant with a share of the budget has a bucket of its own besides, of that share; both must have something in them. A share is a
+ceiling: what one tenant leaves, the others may write up to theirs.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
 
 from kvtierd.core.block import Block
 from kvtierd.core.order import ghost_of
+
+if TYPE_CHECKING:
+    from kvtierd.core.realm import Tenant
 
 DAY_S: Final = 86_400.0
 MAX_SEEN: Final = 1 << 19
@@ -42,6 +48,35 @@ class Prefix:
         """None while nothing is decided, "" when they are admitted, else why not."""
 
 
+class _Bucket:
+    """Bytes that may be written; fills continuously, as much a day as it holds."""
+
+    __slots__ = ("_at_s", "_level_bytes", "size_bytes")
+
+    def __init__(self, size_bytes: float) -> None:
+        self.size_bytes = size_bytes
+        self._level_bytes = float(size_bytes)
+        self._at_s = 0.0
+
+    def left(self, now: float) -> float:
+        """What is in it; below 0 when written on credit."""
+        gained = self.size_bytes * max(now - self._at_s, 0.0) / DAY_S
+        return min(self._level_bytes + gained, float(self.size_bytes))
+
+    def set(self, at_s: float, left_bytes: float) -> None:
+        """Say what was in it at a time."""
+        self._level_bytes = min(max(left_bytes, -float(self.size_bytes)), float(self.size_bytes))
+        self._at_s = at_s
+
+    def take(self, now: float, size_bytes: int) -> None:
+        """Take something out."""
+        self._level_bytes, self._at_s = self.left(now) - size_bytes, now
+
+    def allows(self, now: float, *, again: bool) -> bool:
+        """True when something may be written; a second use on credit too."""
+        return self.left(now) > (-self.size_bytes if again else 0)
+
+
 class Admission:
     """Decides what is written to NVMe.
 
@@ -57,8 +92,11 @@ class Admission:
         self.budget_bytes = budget_bytes
         self.enabled = second_use or budget_bytes > 0
         """False when everything is admitted, so that nobody pays for what decides nothing."""
-        self._level_bytes = float(budget_bytes)
-        self._level_at_s = 0.0
+        self._budget = _Bucket(budget_bytes)
+        self._of_tenant: dict[str, _Bucket] = {}
+        """By tenant, where it has a share."""
+        self._restored: dict[str, tuple[float, float]] = {}
+        """Of tenants that have not written yet since the start: what was left for them, and when."""
         self._seen: dict[tuple[int, int], float] = {}
         """By realm and key: when a forgotten block was last used; in the order of forgetting."""
 
@@ -66,22 +104,43 @@ class Admission:
 
     def left_bytes(self, now: float) -> int:
         """What is in the bucket; below 0 when written on credit. 0 without a budget."""
-        return int(self._level(now))
+        return int(self._budget.left(now))
 
-    def _level(self, now: float) -> float:
-        gained = self.budget_bytes * max(now - self._level_at_s, 0.0) / DAY_S
-        return min(self._level_bytes + gained, float(self.budget_bytes))
+    def left_of_tenants(self, now: float) -> dict[str, float]:
+        """The same of each tenant that has a share."""
+        waiting = {name: left for name, (_, left) in self._restored.items()}
+        return waiting | {name: bucket.left(now) for name, bucket in self._of_tenant.items()}
 
-    def spend(self, now: float, size_bytes: int) -> None:
-        """So much is being written; it counts whether the device takes it or not."""
+    def spend(self, now: float, tenant: Tenant, size_bytes: int) -> None:
+        """So much of a tenant's is being written; it counts whether the device takes it or not."""
         if self.budget_bytes:
-            self._level_bytes = self._level(now) - size_bytes
-            self._level_at_s = now
+            self._budget.take(now, size_bytes)
+            own = self._bucket(now, tenant)
+            if own is not None:
+                own.take(now, size_bytes)
 
-    def restore(self, at_s: float, left_bytes: float) -> None:
+    def restore(self, at_s: float, left_bytes: float, of_tenants: Mapping[str, float] | None = None) -> None:
         """Go on with what was left at a time, which may lie before this core's first."""
-        self._level_bytes = min(max(left_bytes, -float(self.budget_bytes)), float(self.budget_bytes))
-        self._level_at_s = at_s
+        self._budget.set(at_s, left_bytes)
+        self._restored = {name: (at_s, left) for name, left in (of_tenants or {}).items()}
+
+    def _bucket(self, now: float, tenant: Tenant) -> _Bucket | None:
+        """The bucket of a tenant that has a share, of its present size; None for others."""
+        share = tenant.limits.write_budget_share
+        if share >= 1:
+            self._of_tenant.pop(tenant.name, None)
+            return None
+        size = share * self.budget_bytes
+        bucket = self._of_tenant.get(tenant.name)
+        if bucket is None:
+            bucket = self._of_tenant[tenant.name] = _Bucket(size)
+            if tenant.name in self._restored:
+                bucket.set(*self._restored.pop(tenant.name))
+        elif bucket.size_bytes != size:
+            left = bucket.left(now)
+            bucket.size_bytes = size
+            bucket.set(now, left)
+        return bucket
 
     # ---- use
 
@@ -122,13 +181,14 @@ class Admission:
             prefix = block.prefix = Prefix(again=False)
             prefix.size_bytes = size_bytes
         if prefix.refusal is None:
-            prefix.refusal = self._decide(now, prefix, room_bytes)
+            prefix.refusal = self._decide(now, block.realm.tenant, prefix, room_bytes)
         return prefix.refusal
 
-    def _decide(self, now: float, prefix: Prefix, room_bytes: int) -> str:
-        left_bytes = self.left_bytes(now)
-        if self.budget_bytes and left_bytes <= (-self.budget_bytes if prefix.again else 0):
-            return NO_BUDGET
+    def _decide(self, now: float, tenant: Tenant, prefix: Prefix, room_bytes: int) -> str:
+        if self.budget_bytes:
+            own = self._bucket(now, tenant)
+            if not self._budget.allows(now, again=prefix.again) or (own is not None and not own.allows(now, again=prefix.again)):
+                return NO_BUDGET
         if self._second_use and not prefix.again and room_bytes < prefix.size_bytes:
             return NO_ROOM
         return ""

@@ -51,8 +51,11 @@ def adopt_blocks(state: CoreState, now: float, rows: Iterable[Recovered]) -> lis
     for realm_id, count in adopted.items():
         realm = state.realms[realm_id]
         size = count * realm.tier_bytes[Tier.NVME]
+        realm.held += count
         realm.tenant.blocks += count
         realm.tenant.used_bytes[Tier.NVME] += size
+        if realm.tenant.used_bytes[Tier.NVME] > realm.tenant.notable_bytes[Tier.NVME]:
+            state.grew(realm.tenant, Tier.NVME, size)
         state.copies[Tier.NVME] += count
         state.dirty_bytes[Tier.NVME] += size
         state.pools[Tier.NVME].used_bytes += size

@@ -12,7 +12,7 @@ from typing import Final, Protocol
 
 from kvtierd.core.block import Copy, CopyState
 from kvtierd.core.commands import Move, Priority, StartMoves
-from kvtierd.core.realm import Realm
+from kvtierd.core.realm import Realm, Tenant
 from kvtierd.core.space import Space
 from kvtierd.core.state import CoreState
 from kvtierd.errors import Reason
@@ -20,6 +20,8 @@ from kvtierd.model import Tier
 
 MAX_STEPS_PER_TICK: Final = 2048
 """Copies that one tick looks at; the rest follows in the next tick."""
+MAX_SHRUNK_PER_TICK: Final = 256
+"""Copies that one tick takes from tenants that hold more than their quota."""
 FEED_BYTES: Final = 16 << 20
 """Written down at a time for a realm that was refused room."""
 
@@ -51,6 +53,18 @@ class Demoter:
         """While draining: copies that were in use when it began, so that they are in no LRU list."""
         self.ttl_due = False
         """Set when a TTL has run out; the next :meth:`start` applies it."""
+        self._over_quota: dict[tuple[Tenant, Tier], None] = {}
+        """Tenants that hold more than their quota, which was more before."""
+        self.shrinks = False
+        """True when more of them can go at the next tick; else an event is waited for that lets something go."""
+
+    def limited(self, tenant: Tenant) -> None:
+        """A tenant may hold more than its quota: what is too much goes, a portion a tick."""
+        for tier in self._state.tiers:
+            quota = tenant.limits.quota(tier)
+            if quota is not None and tenant.used_bytes[tier] > quota:
+                self._over_quota[(tenant, tier)] = None
+                self.shrinks = True
 
     @property
     def is_full(self) -> bool:
@@ -87,6 +101,8 @@ class Demoter:
             self._feed(now, realm, start)
         for tier in state.tiers:
             self._keep_free(now, tier, start)
+        if self._over_quota and (self.ttl_due or not self.shrinks):
+            self._shrink(now, start)
         if self.ttl_due and not self.is_full:
             self._expire_idle(now, start)
         for (src, dst), moves in started.items():
@@ -133,14 +149,14 @@ class Demoter:
             left = state.dirty_bytes[tier] - state.refused_bytes[tier] - self._leaving_bytes[tier]
             if self.is_full or left <= target:
                 return
-            first = turns.dirty[tier].first()
-            if first is None or not turns.can_demote(first[1], tier, now):
+            realm = turns.next_dirty(tier)
+            if realm is None or not turns.can_demote(realm, tier, now):
                 return
-            copy = first[1].orders[tier].next_dirty()
+            copy = realm.orders[tier].next_dirty()
             assert copy is not None
             if state.refusal(now, copy):
                 state.refuse(copy)
-            elif not start(copy, "drain" if state.draining else "watermark", drop=False) and first[1] not in turns.paused:
+            elif not start(copy, "drain" if state.draining else "watermark", drop=False) and realm not in turns.paused:
                 return
 
     def _demote(self, now: float, source: Copy, why: str, *, drop: bool) -> Move | None:
@@ -202,3 +218,48 @@ class Demoter:
             self.ttl_due = True
             return False
         return state.turns.can_demote(realm, tier, now) and start(copy, "ttl", drop=True)
+
+    # ---- after a cut of a quota
+
+    def _shrink(self, now: float, start: _Starter) -> None:
+        """Take a portion of what tenants hold beyond their quotas."""
+        self.shrinks = False
+        left = MAX_SHRUNK_PER_TICK
+        for tenant, tier in list(self._over_quota):
+            while _excess_bytes(tenant, tier) > 0:
+                if left <= 0:
+                    self.shrinks = True
+                    return
+                left -= 1
+                if not self._shrink_one(now, tenant, tier, start):
+                    break
+            else:
+                if not tenant.leaving_bytes[tier]:
+                    del self._over_quota[(tenant, tier)]
+
+    def _shrink_one(self, now: float, tenant: Tenant, tier: Tier, start: _Starter) -> bool:
+        """Forget or write down the oldest copy of a tenant that nobody uses. False when there is none, or it has to wait."""
+        state = self._state
+        spare, dirty = state.turns.tails(tenant, tier)
+        first = spare.first()
+        if first is not None:
+            copy = first[1].orders[tier].next_spare()
+            assert copy is not None
+            state.evict(now, copy, "quota")
+            return True
+        first = dirty.first()
+        if first is None:
+            return False
+        realm = first[1]
+        copy = realm.orders[tier].next_dirty()
+        assert copy is not None
+        if not (realm.writable and state.turns.fits_below(realm, tier)) or state.refusal(now, copy):
+            state.evict(now, copy, "quota")
+            return True
+        return not self.is_full and state.turns.can_demote(realm, tier, now) and start(copy, "quota", drop=True)
+
+
+def _excess_bytes(tenant: Tenant, tier: Tier) -> int:
+    """Bytes beyond the quota that are not on their way down yet."""
+    quota = tenant.limits.quota(tier)
+    return 0 if quota is None else tenant.used_bytes[tier] - tenant.leaving_bytes[tier] - quota

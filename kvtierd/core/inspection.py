@@ -32,7 +32,7 @@ def take_snapshot(
             )
         )
     tenants = [
-        TenantStats(t.name, t.blocks, _triple(t.used_bytes), _triple(t.quota_bytes), _triple(t.hits), t.misses)
+        TenantStats(t.name, t.blocks, _triple(t.used_bytes), t.limits, _triple(t.hits), t.misses, t.evictions)
         for t in state.tenants.values()
     ]
     tickets = sum(len(s.tickets) for s in sessions.values()) + pins
@@ -44,13 +44,16 @@ def take_snapshot(
 def check_all(state: CoreState, sessions: Mapping[int, Session]) -> None:
     """Assert every invariant (visits everything)."""
     state.check_usage()
-    state.expiries.check(block for realm in state.realms.values() for block in realm.index.values())
+    state.expiries.check(b for realm in state.realms.values() for b in realm.index.values() if b.realm is realm)
     for realm in state.realms.values():
         realm.presence.check()
         for order in realm.orders:
             order.check()
+        assert realm.held == len(realm.own_keys())
+        assert not realm.shared or realm in state.commons[realm.fingerprint]
         for key, block in realm.index.items():
-            assert block.key == key and block.realm is realm
+            assert block.key == key and block.realm.index is realm.index
+            assert block.realm is realm or (realm.shared and block.realm.shared), "only shared realms find others' blocks"
             check_block(block)
     for session in sessions.values():
         held = 0

@@ -15,7 +15,7 @@ from typing import Final
 from kvtierd.core.block import Copy, CopyState
 from kvtierd.core.commands import Forget, Move, Priority, Progress, StartMoves
 from kvtierd.core.demotion import Demoter
-from kvtierd.core.realm import Realm
+from kvtierd.core.realm import Realm, Tenant
 from kvtierd.core.space import Space
 from kvtierd.core.state import CoreState
 from kvtierd.core.tickets import Entry, ReadTicket
@@ -72,6 +72,15 @@ class Mover:
     def ttl_goes_on(self) -> bool:
         """True when the next tick can apply more TTLs at once; while writes are in flight their results bring it on."""
         return self._down.ttl_due and not self._down.is_full
+
+    @property
+    def shrinks(self) -> bool:
+        """True when the next tick can bring tenants further below what they hold too much."""
+        return self._down.shrinks
+
+    def limited(self, tenant: Tenant) -> None:
+        """A tenant may hold more than it may: take it down."""
+        self._down.limited(tenant)
 
     def want(self, ticket: ReadTicket, indexes: list[int]) -> None:
         """Queue keys of a ticket that are WAITING."""

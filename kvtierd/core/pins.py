@@ -28,7 +28,7 @@ class Pins:
             RequestError: LIMIT when pins would hold more than their share of a tier.
         """
         state = self._state
-        found = (realm.index.get(key) for realm in realms for key in dict.fromkeys(keys))
+        found = dict.fromkeys(realm.index.get(key) for realm in realms for key in keys)  # shared realms find one block twice
         copies = [ready_copy(block) for block in found if block is not None and block.mask and block.expires_s > now]
         size = [0, 0, 0]
         for copy in copies:

@@ -1,16 +1,20 @@
 """Realms and tenants: who owns blocks, who is billed, and in which order blocks age.
 
-A realm is one tenant's blocks of one namespace. Each realm has its own index, so that a key can only ever be found in the
-realm that saved it: isolation does not depend on a check that could be forgotten.
+A realm is one tenant's blocks of one namespace. Each private realm has its own index, so that a key can only ever be found in the
+realm that saved it: isolation does not depend on a check that could be forgotten. The shared realms of one namespace have one index
+for all: each finds the blocks of the others, and a block belongs to the realm, and so to the tenant, that saved it first. A tenant
+whose scope is changed gets another realm; what it saved before stays what it was.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvtierd.core.block import Block
+from kvtierd.core.limits import NO_LIMITS, Limits
 from kvtierd.core.order import Order
 from kvtierd.core.presence import Presence
 from kvtierd.model import PAGE_BYTES, Namespace, Tier
@@ -21,43 +25,74 @@ class Tenant:
     """Usage and limits of one tenant."""
 
     name: str
-    quota_bytes: list[int] = field(default_factory=lambda: [0, 0, 0])
-    """By tier; 0 means none."""
-    ttl_s: list[float | None] = field(default_factory=lambda: [None, None, None])
-    """By tier; None means the tier's own."""
+    limits: Limits = NO_LIMITS
     used_bytes: list[int] = field(default_factory=lambda: [0, 0, 0])
     leaving_bytes: list[int] = field(default_factory=lambda: [0, 0, 0])
     """By tier: bytes that are being written down."""
+    notable_bytes: list[int] = field(default_factory=lambda: [0, 0, 0])
+    """By tier: whoever grows beyond this may have to be looked after (see ``core/shares.py``)."""
+    largest_bytes: int = 0
+    """The largest of its realms' blocks, on any tier."""
+    used_at_s: float = float("-inf")
+    """Last time that it asked for anything."""
     hits: list[int] = field(default_factory=lambda: [0, 0, 0])
     misses: int = 0
+    evictions: Counter[tuple[Tier, str]] = field(default_factory=Counter)
+    """Copies forgotten, by tier and reason."""
     blocks: int = 0
     realms: list[Realm] = field(default_factory=list)
+    tails: dict[tuple[Tier, tuple[int, ...]], tuple[TailHeap, TailHeap]] = field(default_factory=dict)
+    """Its realms in the order of their oldest copies, by tier, where somebody has asked (``core/turns.py``)."""
 
 
 class Realm:
-    """One tenant's blocks of one namespace."""
+    """One tenant's blocks of one namespace.
+
+    Args:
+        realm_id: never used twice.
+        tenant: who is billed for its blocks.
+        namespace: layout of its blocks.
+        orders: by tier: its copies that nobody uses.
+        shared: whether other tenants' shared realms find its blocks.
+        twin: another shared realm of the namespace, if there is one.
+    """
 
     __slots__ = (
         "fingerprint",
+        "held",
         "index",
         "namespace",
         "nvme_slot_bytes",
         "orders",
         "presence",
         "realm_id",
+        "shared",
         "slot_bytes",
         "tenant",
         "tier_bytes",
         "writable",
     )
 
-    def __init__(self, realm_id: int, tenant: Tenant, namespace: Namespace, orders: tuple[Order, ...]) -> None:
+    def __init__(
+        self,
+        realm_id: int,
+        tenant: Tenant,
+        namespace: Namespace,
+        orders: tuple[Order, ...],
+        *,
+        shared: bool = False,
+        twin: Realm | None = None,
+    ) -> None:
         self.realm_id = realm_id
         self.tenant = tenant
         self.namespace = namespace
         self.fingerprint = namespace.fingerprint()
-        self.index: dict[bytes, Block] = {}
-        self.presence = Presence(self.index)
+        self.shared = shared
+        self.index: dict[bytes, Block] = {} if twin is None else twin.index
+        """Blocks by key; of a shared realm also those of the other shared ones of the namespace."""
+        self.presence: Presence = Presence(self.index) if twin is None else twin.presence
+        self.held = 0
+        """Blocks of its own in the index."""
         self.slot_bytes = namespace.slot_bytes
         # A slot on NVMe starts with a page that says what it holds.
         self.nvme_slot_bytes = tuple(n + PAGE_BYTES for n in self.slot_bytes)
@@ -66,6 +101,10 @@ class Realm:
         """By tier: its copies that nobody uses."""
         self.writable = True
         """False while the realm is not recorded on disk: its blocks stay in memory until then."""
+
+    def own_keys(self) -> list[bytes]:
+        """Keys of its own blocks."""
+        return [key for key, block in self.index.items() if block.realm is self] if self.shared else list(self.index)
 
     def oldest_s(self, tier: Tier) -> float | None:
         """Last use, with its credit, of the realm's least recently used copy on a tier."""

@@ -69,7 +69,7 @@ class Saves:
         outcomes: list[int] = []
         copies: list[Copy | None] = []
         slots: list[int] = []
-        tier = state.config.save_tier
+        tier = state.save_tier(realm.tenant)
         size = realm.tier_bytes[tier]
         limit = state.config.max_ticket_share * state.config.capacity_bytes[tier]
         refused = DRAINING if state.draining else 0

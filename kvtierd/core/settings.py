@@ -37,3 +37,5 @@ class CoreConfig:
     second_use_window_s: float = 1800.0
     write_budget_bytes: int = 0
     """Bytes a day that NVMe may be written without asking for a second use; 0 for no limit."""
+    fair_share: float = 0.5
+    """Part of a tier beyond which a tenant takes room only from itself and from idle tenants; above 0, up to 1."""

@@ -8,6 +8,7 @@ client still maps memory that is on its way out.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
@@ -274,13 +275,15 @@ class SlotPool:
                 own = extent
         return own
 
-    def coldest_extent(self, now: float, before_s: float, is_own: Callable[[Group], bool]) -> Extent | None:
-        """Somebody else's extent whose last use is the longest ago, and before ``before_s``."""
+    def coldest_extent(
+        self, now: float, before_s: float, may_go: Callable[[Extent], bool], most: int | None = None
+    ) -> Extent | None:
+        """The extent whose last use is the longest ago, and before ``before_s``, of those that may go; looks at ``most``."""
         for anew in (False, True):
-            for extent in self.by_coldness(now, anew=anew):
+            for extent in itertools.islice(self.by_coldness(now, anew=anew), most):
                 if extent.used_at_s >= before_s:
                     return None
-                if not extent.draining and extent.extent_id in self.extents and not is_own(extent.group):
+                if not extent.draining and extent.extent_id in self.extents and may_go(extent):
                     return extent
             if not self._made_since_order:
                 break

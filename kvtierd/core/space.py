@@ -1,12 +1,12 @@
 """Making room: which slots a new copy gets, and who has to go for them.
 
-Order of preference on a tier: a free slot; a new extent; an extent of another group that is empty; then by age, either the
-own least recently used copy that also exists below, or a whole extent of another group when all of it is older than that.
-A copy that exists nowhere else is only taken when it cannot be written down (no lower tier, or the device refuses writes):
-otherwise it is written down first and the caller is told to come back.
+Order of preference on a tier: a free slot; a new extent; an extent of another group that is empty; then what ``core/shares.py``
+says must give way first; then by age, either the own least recently used copy that also exists below, or a whole extent of another
+group when all of it is older than that. A copy that exists nowhere else is only taken when it cannot be written down (no lower
+tier, or the device refuses writes): otherwise it is written down first and the caller is told to come back.
 
-A copy that is written down never replaces one that is as new or newer and still has a copy above: that one would only have to
-be written down again, and where a lower tier is the smaller one this would go on for ever.
+A copy that is written down never replaces one that is as new or newer and still has a copy above, by age: that one would only have
+to be written down again, and where a lower tier is the smaller one this would go on for ever.
 """
 
 from __future__ import annotations
@@ -15,12 +15,19 @@ from collections import Counter
 from typing import Final
 
 from kvtierd.core.block import Copy, CopyState
+from kvtierd.core.limits import TenantClass
 from kvtierd.core.realm import Realm, Tenant
+from kvtierd.core.shares import WANT_S, Claim, Shares
 from kvtierd.core.slots import Extent, Group
 from kvtierd.core.state import CoreState
 from kvtierd.errors import Reason
 from kvtierd.model import Tier
 
+ANY_AGE_S: Final = float("inf")
+IN_VAIN_S: Final = 0.1
+"""How long a tenant that may take room of a few only does not look again after it found none of theirs."""
+MAX_SCANNED: Final = 64
+"""Extents, the coldest, that are looked at for one that may go, where there is another way."""
 MAX_EVICTIONS_PER_GRANT: Final = 256
 """Copies that one allocation may push out; bounds the time of a call."""
 
@@ -32,6 +39,8 @@ class Space:
         self._state = state
         self.hungry: dict[int, Realm] = {}
         """Realms that were refused because nothing could be taken until something is written down."""
+        self._in_vain: dict[Tier, tuple[Realm, float]] = {}
+        """Who was the last to find no extent although it may take those of a few only, and until when it need not look again."""
 
     def allocate(self, now: float, tier: Tier, realm: Realm, source: Copy | None = None) -> tuple[int, ...] | Reason:
         """Take one slot a shard; the caller attaches a copy to them at once.
@@ -49,10 +58,10 @@ class Space:
         state = self._state
         need = realm.tier_bytes[tier]
         tenant = realm.tenant
-        quota = tenant.quota_bytes[tier]
+        quota = tenant.limits.quota(tier)
         if need > state.config.capacity_bytes[tier]:
             return Reason.TOO_LARGE
-        if quota and tenant.used_bytes[tier] + need > quota:
+        if quota is not None and tenant.used_bytes[tier] + need > quota:
             refused = self._make_quota(now, tier, tenant, need, quota, source)
             if refused is not None:
                 return refused
@@ -82,8 +91,13 @@ class Space:
             groups = [pool.group((realm.realm_id, i), size, i, realm.realm_id) for i, size in enumerate(realm.slot_bytes)]
         wanted = Counter(groups) if len(groups) > 1 else {groups[0]: 1}
         short = [(group, missing) for group, count in wanted.items() if (missing := group.missing(count))]
-        if short and not pool.grow(short, now):
-            return short[0][0]
+        if short:
+            shares, tenant = self._state.shares, realm.tenant
+            claim = shares.claim(tenant, tier, realm.tier_bytes[tier])
+            if not (shares.may_grow(now, tenant, tier, claim) and pool.grow(short, now)):
+                shares.wants(now, tenant, tier, claim)
+                return short[0][0]
+            shares.has_grown(tenant, tier)
         taken = tuple(pool.take(group) for group in groups)
         self._state.take_pool_commands(tier)
         return taken
@@ -93,7 +107,7 @@ class Space:
         if need > quota:
             return Reason.QUOTA
         state = self._state
-        spare, dirty = state.turns.within_quota(tenant, tier)
+        spare, dirty = state.turns.tails(tenant, tier)
         for _ in range(MAX_EVICTIONS_PER_GRANT):
             if tenant.used_bytes[tier] + need <= quota:
                 return None
@@ -128,38 +142,67 @@ class Space:
         """True when a copy that exists on no lower tier can be written down, so that it must not be forgotten before."""
         return self._state.turns.can_demote(copy.block.realm, copy.tier, now) and not self._state.refusal(now, copy)
 
-    def _class_victim(self, now: float, tier: Tier, realm: Realm) -> Copy | None:
-        """The oldest copy whose slots would do for this realm."""
-        if tier is not Tier.NVME:
-            return self._victim(now, tier, realm)
-        first = self._state.turns.on_nvme(realm).first()
-        oldest = self._victim(now, tier, first[1]) if first else None
-        return oldest or self._victim(now, tier, realm)
+    def _nvme_victim(self, now: float, realm: Realm, claim: Claim) -> tuple[Copy | None, bool]:
+        """The copy on NVMe that goes for this realm, in whose slots a block of it fits, and whether it goes for its age."""
+        state, turns, tenant = self._state, self._state.turns, realm.tenant
+        if tenant.limits.tenant_class is not TenantClass.BASIC and state.shares.basic(Tier.NVME):
+            first = turns.on_nvme(realm, basic=True).first()
+            if first is not None:
+                return self._victim(now, Tier.NVME, first[1]), False
+        above = None if claim is Claim.CONFINED else state.shares.furthest_above(Tier.NVME, tenant)
+        if above is not None and not Shares.keeps(above, Tier.NVME, realm.tier_bytes[Tier.NVME]):
+            victim = self._oldest_of(now, above, realm)
+            if victim is not None:
+                return victim, False
+        first = turns.on_nvme(realm).first()
+        if first is not None:
+            owner = first[1].tenant
+            if claim is not Claim.CONFINED or owner is tenant or Shares.is_idle(owner, now):
+                oldest = self._victim(now, Tier.NVME, first[1])
+                if oldest is not None:
+                    return oldest, claim is not Claim.RESERVED
+        own = self._oldest_of(now, tenant, realm)
+        if own is None and first is not None:
+            own = self._victim(now, Tier.NVME, first[1])  # it holds nothing yet that it could give up
+        return own, True
+
+    def _oldest_of(self, now: float, tenant: Tenant, realm: Realm) -> Copy | None:
+        """A tenant's oldest copy on NVMe in slots of the sizes of this realm's."""
+        _, dirty = self._state.turns.tails(tenant, Tier.NVME, realm.nvme_slot_bytes)
+        first = dirty.first()
+        return None if first is None else self._victim(now, Tier.NVME, first[1])
 
     def _make_room(self, now: float, tier: Tier, realm: Realm, group: Group, source: Copy | None) -> Reason | None:
         """Free something that may serve the group. None when the allocation should be tried again."""
         state = self._state
         pool = state.pools[tier]
-        victim = self._class_victim(now, tier, realm)
+        claim = state.shares.claim(realm.tenant, tier, realm.tier_bytes[tier])
+        victim, by_age = self._nvme_victim(now, realm, claim) if tier is Tier.NVME else (self._victim(now, tier, realm), True)
         if now >= pool.growth_blocked_until_s and pool.may_ask(now):
-            self._ask_extent(now, tier, realm, group, victim, source)
+            self._ask_extent(now, tier, realm, group, victim, source, claim)
         if pool.retiring and tier is Tier.NVME:
             return Reason.BUSY  # files go at once: there is room as soon as the shell has run the command
         if victim is None or victim.state is not CopyState.READY:
             return Reason.BUSY
-        if _is_spared(victim, source):
+        if claim is Claim.RESERVED and by_age and (pool.leaving or pool.retiring):
+            return Reason.BUSY  # what others have borrowed is on its way: nothing of its own has to go
+        if by_age and _is_spared(victim, source):
             return Reason.LIMIT
         state.evict(now, victim, "pressure")
         return None
 
-    def _ask_extent(self, now: float, tier: Tier, realm: Realm, group: Group, victim: Copy | None, source: Copy | None) -> None:
-        """Send an extent away that serves others: an empty one, or a colder one than what would be evicted."""
+    def _ask_extent(
+        self, now: float, tier: Tier, realm: Realm, group: Group, victim: Copy | None, source: Copy | None, claim: Claim
+    ) -> None:
+        """Send an extent away that serves others: an empty one, one of who must give way, or one colder than the victim."""
         state = self._state
         pool = state.pools[tier]
 
         def is_own(other: Group) -> bool:
             return other.slot_bytes in realm.nvme_slot_bytes if tier is Tier.NVME else other.realm_id == realm.realm_id
 
+        if not state.shares.may_grow(now, realm.tenant, tier, claim):
+            return
         empty = pool.empty_extent(group, is_own)
         if empty is not None:
             pool.asked(now)
@@ -169,10 +212,74 @@ class Space:
         before_s = float("inf") if victim is None else victim.block.used_at_s
         if source is not None and not (victim is None and not group.extents and pool.asked_long_ago(now)):
             before_s = min(before_s, source.block.used_at_s)
-        foreign = pool.coldest_extent(now, before_s, is_own)
+        if tier is Tier.NVME:
+            if claim is Claim.CONFINED and victim is not None:
+                before_s = min(before_s, now - WANT_S)
+            foreign = pool.coldest_extent(now, before_s, lambda e: not is_own(e.group) and not self._holds_kept(e))
+        else:
+            foreign = self._foreign_extent(now, tier, realm, claim, before_s, has_victim=victim is not None)
         if foreign is not None:
             pool.asked(now)
             self.drain_extent(now, tier, foreign)
+
+    def _foreign_extent(
+        self, now: float, tier: Tier, realm: Realm, claim: Claim, before_s: float, *, has_victim: bool
+    ) -> Extent | None:
+        """The extent of another realm in memory that goes for this one: ``core/shares.py`` says whose, then age decides."""
+        state, tenant = self._state, realm.tenant
+        pool, shares = state.pools[tier], state.shares
+
+        def may_go(extent: Extent) -> bool:
+            return extent.group.realm_id != realm.realm_id and not self._is_kept_whole(tier, extent)
+
+        def gives_way(extent: Extent) -> bool:
+            owner = self._owner(extent)
+            return (owner is None or owner is tenant or Shares.is_idle(owner, now)) and may_go(extent)
+
+        def coldest_of(owner: Tenant) -> Extent | None:
+            groups = (pool.groups.get((r.realm_id, shard)) for r in owner.realms for shard in range(len(r.slot_bytes)))
+            own = (e for group in groups if group is not None for e in group.extents.values() if not e.draining and may_go(e))
+            return min(own, key=lambda e: e.used_at_s, default=None)
+
+        found: Extent | None = None
+        most = MAX_SCANNED if has_victim else None
+        if tenant.limits.tenant_class is not TenantClass.BASIC:
+            found = next((e for basic in shares.basic(tier) if (e := coldest_of(basic)) is not None), None)
+        if found is None and claim is Claim.CONFINED:
+            last, until_s = self._in_vain.get(tier, (None, 0.0))
+            if has_victim and last is realm and now < until_s:
+                return None
+            found = pool.coldest_extent(now, before_s, gives_way, most)
+            if found is None and has_victim:
+                self._in_vain[tier] = (realm, now + IN_VAIN_S)
+                return None
+        if found is None and claim is Claim.RESERVED:
+            found = pool.coldest_extent(now, ANY_AGE_S, lambda e: may_go(e) and _is_clean(e), MAX_SCANNED)
+            before_s, most = ANY_AGE_S, None
+        if found is None and claim is not Claim.CONFINED and (above := shares.furthest_above(tier, tenant)) is not None:
+            found = coldest_of(above)
+        return found or pool.coldest_extent(now, before_s, may_go, most)
+
+    def _owner(self, extent: Extent) -> Tenant | None:
+        """The tenant of an extent in memory; None when its realm was forgotten."""
+        realm = self._state.realms.get(extent.group.realm_id)
+        return None if realm is None else realm.tenant
+
+    def _is_kept_whole(self, tier: Tier, extent: Extent) -> bool:
+        """True for an extent in memory whose loss would leave its tenant less than its reserve."""
+        tenant = self._owner(extent)
+        if tenant is None or not tenant.limits.reserve_bytes[tier]:
+            return False
+        pool = self._state.pools[tier]
+        going = [e for i in pool.leaving if self._owner(e := pool.extents[i]) is tenant]
+        return Shares.keeps(tenant, tier, sum(e.used for e in (extent, *going)) * tenant.largest_bytes)
+
+    def _holds_kept(self, extent: Extent) -> bool:
+        """True for an extent on NVMe with a copy that its tenant's reserve keeps."""
+        if not self._state.shares.has_reserve(Tier.NVME):
+            return False
+        owners = (o.block.realm for o in extent.owners if o is not None)
+        return any(Shares.keeps(r.tenant, Tier.NVME, r.tier_bytes[Tier.NVME]) for r in dict.fromkeys(owners))
 
     def drain_extent(self, now: float, tier: Tier, extent: Extent) -> None:
         """Empty an extent, so that its room can go to another group: forget what exists below, write down the rest."""
@@ -195,3 +302,8 @@ def _is_spared(victim: Copy, source: Copy | None) -> bool:
     if source is None or not has_upper or victim.is_clean:
         return False
     return victim.block.used_at_s >= source.block.used_at_s
+
+
+def _is_clean(extent: Extent) -> bool:
+    """True when all of an extent can be forgotten at once."""
+    return all(o is None or (o.state is CopyState.READY and o.is_clean and not o.pins) for o in extent.owners)

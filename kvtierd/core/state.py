@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable
 from typing import Final
 
 from kvtierd.core.admission import Admission
 from kvtierd.core.block import TRANSITIONS, Block, Copy, CopyState
 from kvtierd.core.commands import Command, Forget, Move, Renew, SpaceFreed
 from kvtierd.core.expiry import Expiries
+from kvtierd.core.limits import NO_LIMITS, Limits, TenantClass
 from kvtierd.core.order import Lane, ghost_of, policy_of
 from kvtierd.core.realm import Realm, Tenant
 from kvtierd.core.settings import CoreConfig
+from kvtierd.core.shares import Shares
 from kvtierd.core.slots import SlotPool
 from kvtierd.core.stats import Change, Counts, StoryEvent
 from kvtierd.core.turns import Turns
@@ -38,10 +39,11 @@ NOT_ADMITTED: Final = "not_admitted"
 class CoreState:
     """Blocks, slots, tenants, moves and what the shell still has to be told."""
 
-    def __init__(self, config: CoreConfig, quotas: Callable[[str], Tenant]) -> None:
+    def __init__(self, config: CoreConfig, limits: dict[str, Limits]) -> None:
         self.config = config
         self.pools = tuple(SlotPool(t, config.capacity_bytes[t], config.extent_bytes[t]) for t in Tier)
-        self.turns = Turns(config)
+        self.shares = Shares(config)
+        self.turns = Turns(config, self.shares)
         self.tiers = self.turns.tiers
         self.policy = policy_of(config.eviction, config.turn_bonus_s)
         self._remembers = config.eviction == "arc"
@@ -49,9 +51,13 @@ class CoreState:
             second_use=config.second_use, window_s=config.second_use_window_s, budget_bytes=config.write_budget_bytes
         )
         self.realms: dict[int, Realm] = {}
-        self.realm_ids: dict[tuple[str, bytes], int] = {}
+        self.realm_ids: dict[tuple[str, bytes, bool], int] = {}
+        """By tenant, fingerprint, and whether it is shared."""
+        self.commons: dict[bytes, list[Realm]] = {}
+        """Shared realms by fingerprint."""
         self.tenants: dict[str, Tenant] = {}
-        self._new_tenant = quotas
+        self.limits = dict(limits)
+        """By the name of a tenant, whether it has been seen or not; others have NO_LIMITS."""
         self.moves: dict[int, Move] = {}
         self.ids = itertools.count(1)
         self.next_generation = 1
@@ -76,8 +82,28 @@ class CoreState:
         """The tenant of this name, made when it is new."""
         found = self.tenants.get(name)
         if found is None:
-            found = self.tenants[name] = self._new_tenant(name)
+            found = self.tenants[name] = Tenant(name, self.limits.get(name, NO_LIMITS))
+            self.shares.limited(found)
         return found
+
+    def limit(self, tenant: Tenant, limits: Limits) -> None:
+        """Change a tenant's limits; what it holds beyond them is another's to take down."""
+        tenant.limits = limits
+        self.shares.limited(tenant)
+        self.turns.limited(tenant)
+
+    def save_tier(self, tenant: Tenant) -> Tier:
+        """Where a tenant's saves get their slots."""
+        return Tier.CPU if tenant.limits.tenant_class is TenantClass.BASIC else self.config.save_tier
+
+    def grew(self, tenant: Tenant, tier: Tier, size_bytes: int) -> None:
+        """A tenant holds more than its ``notable_bytes``, by a copy of this size."""
+        self.shares.grew(tenant, tier)
+        reserve = tenant.limits.reserve_bytes[tier]
+        if reserve and reserve < tenant.used_bytes[tier] <= reserve + size_bytes + tenant.largest_bytes:
+            # Some of its realms have just become such as may give something up.
+            for realm in tenant.realms:
+                self.turns.changed(realm, tier)
 
     # ---- the mutator
 
@@ -113,14 +139,18 @@ class CoreState:
         assert block.copy_on(tier) is None
         block.set_copy(tier, copy)
         self.copies[tier] += 1
-        realm.tenant.used_bytes[tier] += realm.tier_bytes[tier]
+        tenant, size_bytes = realm.tenant, realm.tier_bytes[tier]
+        used_bytes = tenant.used_bytes[tier] = tenant.used_bytes[tier] + size_bytes
+        if used_bytes > tenant.notable_bytes[tier]:
+            self.grew(tenant, tier, size_bytes)
         pool = self.pools[tier]
         for slot in copy.all_slots():
             pool.set_owner(slot, copy)
         if realm.index.get(block.key) is not block:
             assert block.key not in realm.index
             realm.index[block.key] = block
-            realm.tenant.blocks += 1
+            realm.held += 1
+            tenant.blocks += 1
 
     def _become_ready(self, copy: Copy) -> None:
         block, tier = copy.block, copy.tier
@@ -161,6 +191,7 @@ class CoreState:
         if self.changes is not None:
             self.changes.append(Change(block.realm, block.key, tier, False))
         self.counts.evictions[(tier, why)] += 1
+        block.realm.tenant.evictions[(tier, why)] += 1
         if tier is Tier.NVME:
             block.prefix = None  # writing it again is decided anew
             self.commands.append(Forget(block.realm.realm_id, block.key, copy.generation, copy.all_slots()))
@@ -179,6 +210,7 @@ class CoreState:
             block.set_copy(tier, None)
             if not block.copies():
                 del realm.index[block.key]
+                realm.held -= 1
                 realm.tenant.blocks -= 1
                 if block.expires_s != NO_END:
                     self.expiries.gone(block)
@@ -254,6 +286,7 @@ class CoreState:
             blocks: root first.
             known: those that were there before the request; None means all.
         """
+        realm.tenant.used_at_s = now
         known = blocks if known is None else known
         if known:
             if self.admission.enabled:
@@ -296,7 +329,7 @@ class CoreState:
     def goes_down(self, now: float, target: Copy) -> None:
         """A copy is being written down: account for it."""
         if target.tier is Tier.NVME:
-            self.admission.spend(now, target.block.realm.tier_bytes[Tier.NVME])
+            self.admission.spend(now, target.block.realm.tenant, target.block.realm.tier_bytes[Tier.NVME])
         if self._remembers:
             target.block.realm.orders[target.tier].sank(ghost_of(target.block.key))
 
@@ -409,6 +442,8 @@ class CoreState:
             assert refused == self.refused_bytes[pool.tier]
         for name, tenant in self.tenants.items():
             assert tenant.used_bytes == used[name]
+            assert tenant.limits == self.limits.get(name, NO_LIMITS)
+        self.shares.check(list(self.tenants.values()))
 
 
 _SPACE_FREED = SpaceFreed()

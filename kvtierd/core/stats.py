@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvtierd.core.block import CopyState
+from kvtierd.core.limits import Limits
 from kvtierd.core.realm import Realm
 from kvtierd.model import Tier
 
@@ -76,11 +78,17 @@ class TenantStats:
     blocks: int
     used_bytes: tuple[int, int, int]
     """By tier: HBM, CPU, NVMe."""
-    quota_bytes: tuple[int, int, int]
-    """By tier; 0 means none."""
+    limits: Limits
     hits: tuple[int, int, int]
     """Blocks that loads found, by the tier they were found on."""
     misses: int
+    evictions: Mapping[tuple[Tier, str], int] = field(default_factory=dict)
+    """Copies forgotten, by tier and reason."""
+
+    @property
+    def quota_bytes(self) -> tuple[int | None, int | None, int | None]:
+        """By tier; None means no limit."""
+        return self.limits.quota(Tier.HBM), self.limits.quota(Tier.CPU), self.limits.quota(Tier.NVME)
 
 
 @dataclass(slots=True)

@@ -17,10 +17,11 @@ from kvtierd.core.block import Block, CopyState
 from kvtierd.core.commands import Command
 from kvtierd.core.expiry import expire_due
 from kvtierd.core.inspection import check_all, take_snapshot
+from kvtierd.core.limits import NO_LIMITS, Limits
 from kvtierd.core.movement import Mover
 from kvtierd.core.pins import Pins
 from kvtierd.core.reads import Reads
-from kvtierd.core.realm import Realm, Tenant
+from kvtierd.core.realm import Realm
 from kvtierd.core.saves import WHOLE, Request, Saves
 from kvtierd.core.settings import CoreConfig
 from kvtierd.core.space import Space
@@ -42,15 +43,14 @@ RETRY_TICK_S: Final = 1.0
 class TierCore:
     """Policy and state of all tiers."""
 
-    def __init__(self, config: CoreConfig, limits: dict[str, Tenant] | None = None) -> None:
+    def __init__(self, config: CoreConfig, limits: dict[str, Limits] | None = None) -> None:
         """Make an empty core.
 
         Args:
             config: tiers and limits.
-            limits: tenants that have limits of their own; others get none.
+            limits: by the names of tenants that have limits of their own; others have none.
         """
-        known = limits or {}
-        self.state = CoreState(config, lambda name: known.get(name) or Tenant(name))
+        self.state = CoreState(config, limits or {})
         self._space = Space(self.state)
         self._saves = Saves(self.state, self._space)
         self._mover = Mover(self.state, self._space)
@@ -67,7 +67,13 @@ class TierCore:
     # ---- realms and sessions
 
     def open_realm(
-        self, tenant: str, namespace: Namespace, realm_id: int | None = None, kept: Iterable[int] = ()
+        self,
+        tenant: str,
+        namespace: Namespace,
+        realm_id: int | None = None,
+        kept: Iterable[int] = (),
+        *,
+        shared: bool | None = None,
     ) -> tuple[Realm, bool]:
         """The realm of a tenant and namespace, and whether it is new.
 
@@ -78,12 +84,15 @@ class TierCore:
             namespace: layout of its blocks.
             realm_id: given when it is recovered; then it counts but is not refused.
             kept: ids of realms that are in use besides those of sessions.
+            shared: its scope; None for the tenant's own at present.
 
         Raises:
             RequestError: LIMIT when there are too many realms in use.
         """
         state = self.state
-        identity = (tenant, namespace.fingerprint())
+        if shared is None:
+            shared = state.limits.get(tenant, NO_LIMITS).shared
+        identity = (tenant, namespace.fingerprint(), shared)
         known = state.realm_ids.get(identity)
         if known is not None:
             return state.realms[known], False
@@ -93,8 +102,13 @@ class TierCore:
             realm_id = self._next_realm_id
         self._next_realm_id = max(self._next_realm_id, realm_id + 1)
         owner = state.tenant(tenant)
-        realm = Realm(realm_id, owner, namespace, tuple(state.policy.order() for _ in Tier))
+        twins = state.commons.setdefault(identity[1], []) if shared else []
+        orders = tuple(state.policy.order() for _ in Tier)
+        realm = Realm(realm_id, owner, namespace, orders, shared=shared, twin=twins[0] if twins else None)
+        if shared:
+            twins.append(realm)
         owner.realms.append(realm)
+        owner.largest_bytes = max(owner.largest_bytes, *realm.tier_bytes)
         state.realms[realm_id] = realm
         state.realm_ids[identity] = realm_id
         return realm, True
@@ -108,6 +122,23 @@ class TierCore:
                 f"{len(state.realms)} namespaces hold blocks or have sessions, and no more may; evict the blocks of those that are "
                 f"not needed any more (all blocks of one with `kvtierd evict --namespace`) or end their sessions",
             )
+
+    def set_limits(self, now: float, name: str, limits: Limits | None) -> None:
+        """Change the limits of a tenant, of one that has never been seen too; None takes them away.
+
+        They hold at once for what is asked for from now on. What the tenant holds beyond them goes down or is forgotten bit by
+        bit, its oldest first; what is pinned or in use stays until its last user lets go.
+        """
+        state = self.state
+        if limits is None:
+            state.limits.pop(name, None)
+        else:
+            state.limits[name] = limits
+        tenant = state.tenants.get(name)
+        if tenant is not None:
+            state.limit(tenant, limits or NO_LIMITS)
+            self._mover.limited(tenant)
+        self._mover.pump(now)
 
     def attach(self, session_id: int, realm: Realm) -> Session:
         """Begin a session."""
@@ -217,11 +248,14 @@ class TierCore:
     # ---- evict and pin
 
     def evict_keys(self, now: float, realm: Realm, keys: list[bytes], tier: Tier | None = None, idle_s: float = 0.0) -> int:
-        """Forget copies of keys, on one tier or all. Returns how many. Copies in use go when their last user lets go."""
+        """Forget copies of keys, on one tier or all. Returns how many. Copies in use go when their last user lets go.
+
+        Only blocks that the realm's tenant is billed for: of shared ones, those that it saved first.
+        """
         evicted = 0
         for key in keys:
             block = realm.index.get(key)
-            if block is None or block.used_at_s > now - idle_s:
+            if block is None or block.realm is not realm or block.used_at_s > now - idle_s:
                 continue
             if tier is None:
                 evicted += self.state.evict_block(now, block, "request")
@@ -235,7 +269,8 @@ class TierCore:
 
     def keys_to_evict(self, now: float, realm: Realm, tier: Tier | None = None, idle_s: float = 0.0) -> list[bytes]:
         """Keys of a realm that :meth:`evict_keys` would act on; the shell evicts them in portions."""
-        return [k for k, b in realm.index.items() if b.used_at_s <= now - idle_s and (tier is None or b.copy_on(tier) is not None)]
+        own = ((key, block) for key, block in realm.index.items() if block.realm is realm)
+        return [k for k, b in own if b.used_at_s <= now - idle_s and (tier is None or b.copy_on(tier) is not None)]
 
     @property
     def pins(self) -> dict[int, PinTicket]:
@@ -300,6 +335,8 @@ class TierCore:
         alarm_s = self._alarms.first()
         due.extend(at for at in (alarm_s, state.expiries.first()) if at is not None)
         due.extend(state.turns.next_pause_end_s())
+        if self._mover.shrinks:
+            due.append(self._last_tick_s + MIN_TICK_S)
         if self._mover.has_waiting or state.expiries.holds:
             due.append(self._last_tick_s + RETRY_TICK_S)
         return max(min(due), self._last_tick_s + MIN_TICK_S) if due else None
@@ -353,6 +390,8 @@ class TierCore:
         pool.adopted()
         pool.next_extent_id = max(pool.next_extent_id, next_extent_id)
         self.state.next_generation = max(self.state.next_generation, next_generation)
+        for tenant in self.state.tenants.values():
+            self._mover.limited(tenant)  # its quota may have become less meanwhile
 
     def recover_blocks(self, now: float, rows: Iterable[Recovered]) -> list[Recovered]:
         """Take over blocks found on NVMe. Returns those whose key is there already: either copy has the same bytes.
@@ -378,7 +417,7 @@ class TierCore:
         entries: list[Recovered] = []
         for key in keys:
             block = realm.index.get(key)
-            copy = block.nvme if block is not None else None
+            copy = block.nvme if block is not None and block.realm is realm else None
             if copy is not None and copy.state is CopyState.READY:
                 entries.append((realm.realm_id, key, copy.generation, copy.all_slots(), copy.block.expires_s))
         return entries

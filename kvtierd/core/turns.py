@@ -6,31 +6,34 @@ import itertools
 from collections.abc import Callable
 
 from kvtierd.core.block import Copy
+from kvtierd.core.limits import NEVER, TenantClass
 from kvtierd.core.order import Order
 from kvtierd.core.realm import Realm, TailHeap, Tenant
 from kvtierd.core.settings import CoreConfig
+from kvtierd.core.shares import Shares
 from kvtierd.model import Tier
 
 
 class Turns:
     """Tiers, TTLs and pauses, and the realms in order of age, each found in O(log realms)."""
 
-    def __init__(self, config: CoreConfig) -> None:
+    def __init__(self, config: CoreConfig, shares: Shares) -> None:
         self._config = config
+        self._shares = shares
         self.tiers = tuple(t for t in Tier if config.capacity_bytes[t] > 0)
         self._lower = tuple(next((t for t in self.tiers if t > tier), None) for tier in Tier)
         self.suspended: dict[Tier, tuple[float, str]] = {}
         """Tiers whose device has just refused a write: until when, and why."""
         self.paused: dict[Realm, float] = {}
         """Realms for which there was no room below, until when; the earliest first."""
-        self.dirty = tuple(TailHeap(self._dirty_place(t)) for t in Tier)
+        self.dirty = tuple(TailHeap(self._dirty_place(t, basic=False)) for t in Tier)
         """By tier: realms by their oldest copy that can be written down."""
+        self.basic_dirty = tuple(TailHeap(self._dirty_place(t, basic=True)) for t in Tier)
+        """The same of basic tenants, who come first."""
         self.ttl = tuple(TailHeap(self._ttl_place(t)) for t in Tier)
         """By tier: realms by the end of their next TTL."""
-        self.nvme: dict[tuple[int, ...], TailHeap] = {}
-        """By slot sizes: realms by the last use of their oldest copy."""
-        self._quota: dict[tuple[str, Tier], tuple[TailHeap, TailHeap]] = {}
-        """By tenant and tier, where there is a quota: realms by their oldest copy that is spare, and that is not."""
+        self.nvme: dict[tuple[tuple[int, ...], bool], TailHeap] = {}
+        """By slot sizes: realms by the last use of their oldest copy, but for those whose tenants keep them; and the basic ones."""
 
     # ---- what may go down
 
@@ -45,7 +48,9 @@ class Turns:
         """
         if tier is not Tier.NVME and not (realm.writable and self.fits_below(realm, tier)):
             return None
-        own = realm.tenant.ttl_s[tier]
+        own = realm.tenant.limits.ttl_s[tier]
+        if own == NEVER:
+            return None
         return self._config.ttl_s[tier] if own is None else own
 
     def fits_below(self, realm: Realm, tier: Tier) -> bool:
@@ -54,8 +59,8 @@ class Turns:
         if lower is None:
             return False
         need = realm.tier_bytes[lower]
-        quota = realm.tenant.quota_bytes[lower]
-        return need <= self._config.capacity_bytes[lower] and (not quota or need <= quota)
+        quota = realm.tenant.limits.quota(lower)
+        return need <= self._config.capacity_bytes[lower] and (quota is None or need <= quota)
 
     def takes_writes(self, tier: Tier | None, now: float) -> bool:
         """True when a tier exists and its device has not just refused a write."""
@@ -98,45 +103,78 @@ class Turns:
 
         return place
 
-    def _dirty_place(self, tier: Tier) -> Callable[[Realm], float | None]:
+    def _dirty_place(self, tier: Tier, *, basic: bool) -> Callable[[Realm], float | None]:
         def place(realm: Realm) -> float | None:
+            if (realm.tenant.limits.tenant_class is TenantClass.BASIC) is not basic:
+                return None
             order = realm.orders[tier]
             can_go = realm.writable and realm not in self.paused and self.fits_below(realm, tier)
             return _rank_s(order, order.oldest_dirty()) if can_go else None
 
         return place
 
+    def _nvme_place(self, *, basic: bool) -> Callable[[Realm], float | None]:
+        def place(realm: Realm) -> float | None:
+            if basic and realm.tenant.limits.tenant_class is not TenantClass.BASIC:
+                return None
+            kept = self._shares.keeps(realm.tenant, Tier.NVME, realm.tier_bytes[Tier.NVME])
+            return None if kept else realm.oldest_s(Tier.NVME)
+
+        return place
+
     def changed(self, realm: Realm, tier: Tier) -> None:
         """Note that a realm's tail on a tier may come earlier than known."""
-        self.dirty[tier].push(realm)
+        basic = realm.tenant.limits.tenant_class is TenantClass.BASIC
+        (self.basic_dirty if basic else self.dirty)[tier].push(realm)
         self.ttl[tier].push(realm)
         if tier is Tier.NVME:
             self.on_nvme(realm).push(realm)
-        if realm.tenant.quota_bytes[tier]:
-            for heap in self.within_quota(realm.tenant, tier):
-                heap.push(realm)
+            if basic:
+                self.on_nvme(realm, basic=True).push(realm)
+        for (of, sizes), heaps in realm.tenant.tails.items():
+            if of is tier and sizes in ((), realm.nvme_slot_bytes):
+                for heap in heaps:
+                    heap.push(realm)
 
-    def within_quota(self, tenant: Tenant, tier: Tier) -> tuple[TailHeap, TailHeap]:
-        """A tenant's realms by their oldest copy that is spare, and by their oldest that is not."""
-        heaps = self._quota.get((tenant.name, tier))
+    def limited(self, tenant: Tenant) -> None:
+        """A tenant's limits have changed, or its reserve has become less than what it holds: its realms may come earlier."""
+        for realm in tenant.realms:
+            for tier in self.tiers:
+                self.changed(realm, tier)
+
+    def next_dirty(self, tier: Tier) -> Realm | None:
+        """Whose oldest copy is written down next: basic tenants' first."""
+        first = self.basic_dirty[tier].first() or self.dirty[tier].first()
+        return first[1] if first else None
+
+    def tails(self, tenant: Tenant, tier: Tier, sizes: tuple[int, ...] = ()) -> tuple[TailHeap, TailHeap]:
+        """A tenant's realms by their oldest copy that is spare, and by their oldest that is not.
+
+        With ``sizes`` only those whose slots on NVMe have these sizes. Made when it is first asked for, and kept from then on.
+        """
+        heaps = tenant.tails.get((tier, sizes))
         if heaps is None:
             spare = TailHeap(lambda r: _rank_s(r.orders[tier], r.orders[tier].oldest_spare()))
             dirty = TailHeap(lambda r: _rank_s(r.orders[tier], r.orders[tier].oldest_dirty()))
-            heaps = self._quota[(tenant.name, tier)] = spare, dirty
+            heaps = tenant.tails[(tier, sizes)] = spare, dirty
+            for realm in tenant.realms:
+                if sizes in ((), realm.nvme_slot_bytes):
+                    spare.push(realm)
+                    dirty.push(realm)
         return heaps
 
-    def on_nvme(self, realm: Realm) -> TailHeap:
-        """Realms whose NVMe slots have the sizes of this realm's, oldest tail first."""
-        heap = self.nvme.get(realm.nvme_slot_bytes)
+    def on_nvme(self, realm: Realm, *, basic: bool = False) -> TailHeap:
+        """Realms whose NVMe slots have the sizes of this realm's, oldest tail first; all that may go, or the basic ones."""
+        heap = self.nvme.get((realm.nvme_slot_bytes, basic))
         if heap is None:
-            heap = self.nvme[realm.nvme_slot_bytes] = TailHeap(lambda r: r.oldest_s(Tier.NVME))
+            heap = self.nvme[(realm.nvme_slot_bytes, basic)] = TailHeap(self._nvme_place(basic=basic))
         return heap
 
     def drop(self, realm: Realm) -> None:
         """Take a realm that is forgotten out of every order."""
         self.paused.pop(realm, None)
-        owned = [heap for (name, _), pair in self._quota.items() if name == realm.tenant.name for heap in pair]
-        for heap in (*self.dirty, *self.ttl, *self.nvme.values(), *owned):
+        of_tenant = [heap for pair in realm.tenant.tails.values() for heap in pair]
+        for heap in (*self.dirty, *self.basic_dirty, *self.ttl, *self.nvme.values(), *of_tenant):
             heap.drop(realm)
 
 

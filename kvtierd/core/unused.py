@@ -26,7 +26,7 @@ def forget_unused_realms(state: CoreState, kept: Collection[int]) -> int:
     """
     # A block that was evicted while it moves or is pinned is in no index any more.
     busy = {move.dst.block.realm.realm_id for move in state.moves.values()}
-    unused = [r for i, r in state.realms.items() if not r.index and i not in kept and i not in busy]
+    unused = [r for i, r in state.realms.items() if not r.held and i not in kept and i not in busy]
     for realm in unused:
         _forget(state, realm)
     return len(unused)
@@ -35,8 +35,13 @@ def forget_unused_realms(state: CoreState, kept: Collection[int]) -> int:
 def _forget(state: CoreState, realm: Realm) -> None:
     tenant = realm.tenant
     del state.realms[realm.realm_id]
-    del state.realm_ids[(tenant.name, realm.fingerprint)]
+    del state.realm_ids[(tenant.name, realm.fingerprint, realm.shared)]
+    if realm.shared:
+        state.commons[realm.fingerprint].remove(realm)
+        if not state.commons[realm.fingerprint]:
+            del state.commons[realm.fingerprint]
     tenant.realms.remove(realm)
     state.turns.drop(realm)
     if not tenant.realms and not any(tenant.used_bytes) and not any(tenant.leaving_bytes):
         del state.tenants[tenant.name]
+        state.shares.gone(tenant)

@@ -40,7 +40,7 @@ async def recover(core: TierCore, store: NvmeStore, clock: WallClock) -> int:
     found = await asyncio.to_thread(store.recover)
     now = clock.now()
     for info in found.realms:
-        core.open_realm(info.tenant, info.namespace, info.realm_id)
+        core.open_realm(info.tenant, info.namespace, info.realm_id, shared=info.shared)
     for extent in found.extents:
         core.recover_extent(extent.extent_id, extent.slot_bytes, extent.slot_count)
     count = expired = 0
@@ -80,7 +80,7 @@ class BudgetKeeper:
         self._kept_bytes: int | None = None
         if saved is not None and admission.budget_bytes:
             # A wall clock that was set back must not count as time that passed.
-            admission.restore(min(clock.on_core(saved.at_wall_s), clock.now()), saved.left_bytes)
+            admission.restore(min(clock.on_core(saved.at_wall_s), clock.now()), saved.left_bytes, saved.of_tenants)
 
     async def keep(self, *, now: bool = False) -> None:
         """Write it down, where it has changed and the last time is a while ago (or ``now``)."""
@@ -90,13 +90,14 @@ class BudgetKeeper:
             return
         if now or at_s >= self._kept_at_s + KEEP_BUDGET_S:
             self._kept_at_s, self._kept_bytes = at_s, left_bytes
-            await asyncio.to_thread(self._store.save_budget, SavedBudget(left_bytes, self._clock.on_wall(at_s)))
+            saved = SavedBudget(left_bytes, self._clock.on_wall(at_s), self._admission.left_of_tenants(at_s))
+            await asyncio.to_thread(self._store.save_budget, saved)
 
 
 async def snapshot_chunks(core: TierCore, clock: WallClock) -> AsyncIterator[list[Entry]]:
     """NVMe copies in portions. Changes between portions are in the journal, which began before the first."""
     for realm in list(core.state.realms.values()):
-        keys = list(realm.index)
+        keys = realm.own_keys()
         for start in range(0, len(keys), SNAPSHOT_CHUNK):
             entries = core.nvme_entries(realm, keys[start : start + SNAPSHOT_CHUNK])
             yield [row if row[4] == NO_END else (*row[:4], clock.on_wall(row[4])) for row in entries]

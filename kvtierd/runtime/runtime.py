@@ -10,28 +10,31 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable
-from typing import Final
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
 
-from kvtierd.config import Config
+from kvtierd.config import MAX_TENANT_NAME, Config
 from kvtierd.core.block import Block, CopyState
+from kvtierd.core.limits import NO_LIMITS
 from kvtierd.core.realm import Realm
 from kvtierd.core.saves import BUSY, WHOLE, Request
 from kvtierd.core.tickets import PinTicket, ReadTicket, SaveGrant
 from kvtierd.core.tier_core import TierCore
-from kvtierd.errors import Reason, RequestError
+from kvtierd.errors import Reason, RequestError, StartupError
 from kvtierd.model import DEFAULT_TENANT, Namespace, Tier
 from kvtierd.runtime import decisions
 from kvtierd.runtime.background import Background
 from kvtierd.runtime.commands import CommandRunner
 from kvtierd.runtime.restart import BudgetKeeper, recover, snapshot_chunks
 from kvtierd.runtime.sessions import Attached, Sessions
-from kvtierd.runtime.settings import configured_tenants, core_config
+from kvtierd.runtime.settings import core_config
+from kvtierd.runtime.tenants import TenantBook
 from kvtierd.runtime.waiting import Waiters
 from kvtierd.runtime.wallclock import WallClock
 from kvtierd.tiers.base import RealmInfo
 from kvtierd.tiers.cpu import CpuPool
 from kvtierd.tiers.nvme import NvmeStore
+from kvtierd.tiers.tenants_file import SavedTenants
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +45,6 @@ EVICT_CHUNK: Final = 4096
 RETRY_S: Final = 0.25
 """How often a save that waits for room asks anew."""
 EVICT_POLL_S: Final = 0.005
-MAX_TENANT_NAME: Final = 128
 
 
 class Runtime:
@@ -59,9 +61,11 @@ class Runtime:
         self.nvme: NvmeStore | None = None
         self._budget: BudgetKeeper | None = None
         self.on_checkpoint: Callable[[bool], None] = lambda _ok: None
-        self.core = TierCore(core_config(config, 0), configured_tenants(config))
+        self.tenants = TenantBook({}, (0, 0, 0))
+        self.core = TierCore(core_config(config, 0))
         self.runner: CommandRunner
         self._realm_lock = asyncio.Lock()
+        self._tenant_lock = asyncio.Lock()
         self._waiters = Waiters()
         self._background = Background()
         self.stopping = False
@@ -75,7 +79,16 @@ class Runtime:
         """Open the NVMe tier, recover its blocks and begin to serve. Raises StartupError."""
         if self.config.nvme.capacity:
             self.nvme = await asyncio.to_thread(NvmeStore.open, self.config.nvme, clock=self.now)
-            self.core = TierCore(core_config(self.config, self.nvme.capacity_bytes), configured_tenants(self.config))
+        sizes = core_config(self.config, self.nvme.capacity_bytes if self.nvme else 0)
+        try:
+            self.tenants = TenantBook(self.config.tenants, sizes.capacity_bytes)
+        except ValueError as e:
+            raise StartupError(str(e)) from e
+        kept = await asyncio.to_thread(self.nvme.load_tenants) if self.nvme else None
+        if kept is not None:
+            self.tenants.adopt(kept.sequence, kept.tenants)
+        self.core = TierCore(sizes, self.tenants.limits)
+        if self.nvme is not None:
             self.recovered_before = await recover(self.core, self.nvme, self.wall)
             saved = await asyncio.to_thread(self.nvme.load_budget)
             self._budget = BudgetKeeper(self.core.state.admission, self.nvme, self.wall, saved)
@@ -131,6 +144,32 @@ class Runtime:
         """Run the core's commands. Called after every event."""
         self.runner.apply()
 
+    # ---- tenants
+
+    async def set_tenant(self, name: str, changes: Mapping[str, Any], reset: Iterable[str] = ()) -> None:
+        """Change limits of a tenant: first where they are kept, then in force.
+
+        Raises:
+            RequestError: BAD_REQUEST for what cannot be, LIMIT for too many tenants, IO when it cannot be kept.
+        """
+        async with self._tenant_lock:
+            await self._keep_tenant(name, self.tenants.changed(name, changes, reset) or None)
+
+    async def forget_override(self, name: str) -> None:
+        """Take away what was set for a tenant: the configuration's limits hold again, or none. Raises RequestError IO."""
+        async with self._tenant_lock:
+            if self.tenants.source(name) == "api" or name in self.tenants.aside:
+                await self._keep_tenant(name, None)
+
+    async def _keep_tenant(self, name: str, override: dict[str, Any] | None) -> None:
+        book = self.tenants
+        if self.nvme is not None:
+            await asyncio.to_thread(self.nvme.save_tenants, SavedTenants(book.sequence + 1, book.after(name, override)))
+        limits = book.commit(name, override)
+        log.info("limits of tenant %r are now %s", name, limits if limits is not None else "none")
+        self.core.set_limits(self.now(), name, limits)
+        self.apply()
+
     # ---- sessions and realms
 
     async def realm(self, tenant: str, namespace: Namespace) -> Realm:
@@ -139,7 +178,8 @@ class Runtime:
         Raises:
             RequestError: BAD_REQUEST for a tenant name that cannot be; LIMIT for too many realms.
         """
-        identity = (tenant, namespace.fingerprint())
+        shared = self.core.state.limits.get(tenant, NO_LIMITS).shared
+        identity = (tenant, namespace.fingerprint(), shared)
         known = self.core.state.realm_ids.get(identity)
         if known is not None:
             return self.core.state.realms[known]
@@ -165,7 +205,7 @@ class Runtime:
         """Record a realm on disk, so that its blocks may be written down."""
         async with self._realm_lock:
             try:
-                info = RealmInfo(realm.realm_id, realm.tenant.name, realm.namespace)
+                info = RealmInfo(realm.realm_id, realm.tenant.name, realm.namespace, realm.shared)
                 await asyncio.to_thread(store.register_realm, info, frozenset(self.core.state.realms))
                 realm.writable = True
             except (OSError, RequestError) as e:
@@ -206,10 +246,10 @@ class Runtime:
 
     def probe(self, attached: Attached, tenant: str, key: bytes, count: int) -> bool:
         """Whether a load of ``count`` blocks that begins with ``key`` would find that one; see ``TierCore.expect``."""
-        if not tenant or tenant == attached.tenant:
-            realm = attached.core.realm
-        else:
-            realm_id = self.core.state.realm_ids.get((tenant, attached.namespace.fingerprint()))
+        name, realm = tenant or attached.tenant, attached.core.realm
+        shared = self.core.state.limits.get(name, NO_LIMITS).shared
+        if name != attached.tenant or realm.shared is not shared:
+            realm_id = self.core.state.realm_ids.get((name, attached.namespace.fingerprint(), shared))
             if realm_id is None:
                 return False  # nothing was ever saved there
             realm = self.core.state.realms[realm_id]

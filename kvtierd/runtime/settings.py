@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from kvtierd.config import Config
-from kvtierd.core.realm import Tenant
 from kvtierd.core.settings import CoreConfig
 
 
@@ -27,15 +26,8 @@ def core_config(config: Config, nvme_bytes: int) -> CoreConfig:
         max_ticket_share=config.server.max_ticket_share,
         eviction=config.policy.eviction,
         turn_bonus_s=config.policy.turn_bonus,
+        fair_share=config.policy.fair_share,
         second_use=config.nvme.admission == "second-use",
         second_use_window_s=config.nvme.second_use_window,
         write_budget_bytes=config.nvme.write_budget,
     )
-
-
-def configured_tenants(config: Config) -> dict[str, Tenant]:
-    """Tenants that have limits of their own, by name; made anew for each core."""
-    return {
-        name: Tenant(name, [t.hbm_quota, t.cpu_quota, t.nvme_quota], [t.hbm_ttl, t.cpu_ttl, t.nvme_ttl])
-        for name, t in config.tenants.items()
-    }

@@ -87,7 +87,7 @@ class AdminServicer(admin_pb2_grpc.KvTierAdminServiceServicer):
                     tenant=t.tenant,
                     blocks=t.blocks,
                     used_bytes=t.used_bytes,
-                    quota_bytes=t.quota_bytes,
+                    quota_bytes=[n or 0 for n in t.quota_bytes],
                     hits=sum(t.hits),
                     misses=t.misses,
                 )
@@ -172,7 +172,7 @@ class AdminServicer(admin_pb2_grpc.KvTierAdminServiceServicer):
                     response.next_page_token = f"{realm.realm_id}.{position}"
                     return response
                 scanned += 1
-                if tier is None or block.copy_on(tier) is not None:
+                if block.realm is realm and (tier is None or block.copy_on(tier) is not None):
                     response.blocks.append(self._info(block))
         return response
 

@@ -8,7 +8,7 @@ import os
 from kvtierd.errors import Reason, RequestError
 from kvtierd.model import KEY_BYTES, MAX_KEYS_PER_CALL, Tier
 from kvtierd.runtime import Runtime
-from kvtierd.runtime.sessions import MAX_PROCESSES
+from kvtierd.runtime.sessions import MAX_PROCESSES, Attached
 from kvtierd.service.fdconnection import ExtentInfo, JoinGrant
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class RuntimeAuthority:
         """An extent of one of the session's realms, of the process's shard."""
         attached = self._rt.sessions.by_id(session_id)
         extent = self._rt.core.state.pools[Tier.CPU].extents.get(extent_id)
-        if attached is None or extent is None or extent.group.realm_id not in attached.realm_ids:
+        if attached is None or extent is None or not self._may_see(attached, extent.group.realm_id):
             return None
         if shard not in (-1, extent.group.shard):
             return None
@@ -59,6 +59,18 @@ class RuntimeAuthority:
         if len(key) != KEY_BYTES:
             raise RequestError(Reason.BAD_KEY, f"a key takes {KEY_BYTES} bytes; got {len(key)}")
         return self._rt.probe(attached, tenant, key, min(count, MAX_KEYS_PER_CALL))
+
+    def _may_see(self, attached: Attached, realm_id: int) -> bool:
+        """True for a realm that a session acts for, and for one whose blocks such a realm finds because both are shared."""
+        if realm_id in attached.realm_ids:
+            return True
+        realms = self._rt.core.state.realms
+        realm = realms.get(realm_id)
+        return (
+            realm is not None
+            and realm.shared
+            and any((own := realms.get(i)) is not None and own.index is realm.index for i in attached.realm_ids)
+        )
 
     def unmapped(self, conn_id: int, extent_ids: list[int]) -> None:
         """Nothing to do: the server itself keeps track of who holds what."""

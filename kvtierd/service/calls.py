@@ -45,10 +45,13 @@ class Calls:
 
     async def realm(self, attached: Attached, tenant: str) -> Realm:
         """The realm that a session acts on; a tenant of "" is its own."""
-        if not tenant or tenant == attached.tenant:
-            return attached.core.realm
-        realm = await self._rt.realm(tenant, attached.namespace)
+        is_own = not tenant or tenant == attached.tenant
+        if is_own and (realm := attached.core.realm).shared is realm.tenant.limits.shared:
+            return realm
+        realm = await self._rt.realm(tenant or attached.tenant, attached.namespace)
         attached.realm_ids.add(realm.realm_id)
+        if is_own:
+            attached.core.realm = realm  # the tenant's scope was changed; what is open stays in the realm that it began in
         return realm
 
     def answered(self, method: str, code: int | str, began_s: float) -> None:

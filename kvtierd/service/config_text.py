@@ -10,6 +10,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from kvtierd.config import Config, Duration, OptionalDuration, Size, TenantConfig, field_paths
+from kvtierd.tenant_config import Amount
+from kvtierd.units import Share
 
 __all__ = ["config_json", "config_toml", "reference_toml"]
 
@@ -35,7 +37,7 @@ def config_toml(config: Config) -> str:
 
 def config_json(config: Config) -> dict[str, Any]:
     """The configuration as JSON values: sizes in bytes, durations in seconds."""
-    values: dict[str, Any] = config.model_dump(mode="json")
+    values: dict[str, Any] = config.model_dump(mode="json", by_alias=True)
     return values
 
 
@@ -52,7 +54,7 @@ def reference_toml() -> str:
         holder: Any = TenantConfig() if parent == "tenants.NAME" else getattr(default, parent)
         variable = "" if parent == "tenants.NAME" else f" [KVTIERD_{path.replace('.', '_').upper()}]"
         lines.append(f"# {info.description}{variable}")
-        value = _value(name, getattr(holder, name), info)
+        value = _value(name, _held(holder, name), info)
         lines.append(f"#{name} = {value}" if value is not None else f"#{name} =   # not set")
     return "\n".join(lines) + "\n"
 
@@ -69,7 +71,12 @@ def _items(section: BaseModel) -> Iterator[str]:
     for name, info in type(section).model_fields.items():
         value = _value(name, getattr(section, name), info)
         if value is not None:
-            yield f"{name} = {value}"
+            yield f"{info.alias or name} = {value}"
+
+
+def _held(holder: BaseModel, key: str) -> object:
+    """The value of a key, which is a field's alias where a field cannot have its name."""
+    return getattr(holder, next((name for name, info in type(holder).model_fields.items() if info.alias == key), key))
 
 
 def _value(name: str, value: object, info: Any) -> str | None:
@@ -78,9 +85,11 @@ def _value(name: str, value: object, info: Any) -> str | None:
     if value is None:
         # A tier without a TTL says so; a tenant without its own takes the tier's, which leaving it out says.
         return '"never"' if name == "ttl" else None
-    if kind == "size" and isinstance(value, int):
+    if isinstance(value, Share):
+        return _string(str(value))
+    if kind in ("size", "amount") and isinstance(value, int):
         return _size(value)
-    if kind in ("duration", "ttl"):
+    if kind in ("duration", "ttl") or (name.endswith("_ttl") and value != "never"):
         return _duration(value)
     if kind == "mode":
         return f"0o{value:o}"
@@ -97,7 +106,7 @@ def _value(name: str, value: object, info: Any) -> str | None:
 def _kind(name: str, info: Any) -> str:
     # pydantic unpacks Annotated: what is left of a size or a duration is the function that reads it.
     readers = {getattr(m, "func", None) for m in info.metadata}
-    for kind, alias in (("size", Size), ("duration", Duration), ("ttl", OptionalDuration)):
+    for kind, alias in (("size", Size), ("duration", Duration), ("ttl", OptionalDuration), ("amount", Amount)):
         if readers & {getattr(m, "func", None) for m in getattr(alias, "__metadata__", ())} - {None}:
             return kind
     return "mode" if name == "socket_mode" else ""

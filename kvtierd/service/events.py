@@ -53,9 +53,9 @@ def _event(realm: Realm, tier: Tier, stored: bool, *, keys: list[bytes]) -> dict
 async def held(state: CoreState) -> AsyncIterator[list[Change]]:
     """Every readable copy, as if it had just come, in portions; other work goes on in between."""
     for realm in list(state.realms.values()):
-        keys = list(realm.index)
+        keys = realm.own_keys()
         for start in range(0, len(keys), MAX_KEYS):
-            blocks = [b for key in keys[start : start + MAX_KEYS] if (b := realm.index.get(key)) is not None]
+            blocks = [b for key in keys[start : start + MAX_KEYS] if (b := realm.index.get(key)) is not None and b.realm is realm]
             for tier in Tier:
                 found = [Change(realm, b.key, tier, True) for b in blocks if b.mask & tier.bit]
                 if found:

@@ -49,6 +49,12 @@ class CounterVec:
         self._text = text
         self._labels = tuple(labels)
         self._cells: dict[tuple[str, ...], CounterCell] = {}
+        self._dropped: float = 0
+
+    def drop(self, first_label: str) -> None:
+        """Forget the series whose first label has this value; :meth:`sum` goes on counting what they had."""
+        for values in [v for v in self._cells if v[0] == first_label]:
+            self._dropped += self._cells.pop(values).value
 
     def cell(self, *values: str) -> CounterCell:
         """The series with these label values, made at zero when it is new."""
@@ -63,8 +69,8 @@ class CounterVec:
         return list(self._cells.items())
 
     def sum(self) -> float:
-        """Total over all series."""
-        return sum(cell.value for _, cell in self.cells())
+        """Total over all series, those that were dropped too."""
+        return self._dropped + sum(cell.value for _, cell in self.cells())
 
     def family(self, *, empty: bool = False) -> Metric:
         """The library's family for a scrape; ``empty`` leaves the samples out."""

@@ -8,12 +8,14 @@ from typing import Final
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
+from kvtierd.core.limits import TenantClass
 from kvtierd.core.stats import StatsSnapshot, TenantStats, TierStats
 from kvtierd.model import DEFAULT_TENANT, Tier
 
 __all__ = ["Flags", "gauge_families"]
 
 _OTHER: Final = "other"
+_NO_QUOTA: Final = float("inf")
 _QUEUE_CLASSES: Final = ("load", "prefetch", "demote")
 _IO_PATHS: Final = {
     Tier.HBM: ("cudaipc",),
@@ -93,23 +95,40 @@ def _tier_families(tiers: list[TierStats]) -> list[Metric]:
 
 def _tenant_families(tenants: list[TenantStats], labels: Mapping[str, str]) -> list[Metric]:
     zero = (0, 0, 0)
+    none = (_NO_QUOTA,) * 3
     blocks: dict[str, int] = dict.fromkeys([DEFAULT_TENANT, _OTHER, *labels.values()], 0)
     used = dict.fromkeys(blocks, zero)
-    quota = dict.fromkeys(blocks, zero)
+    quota: dict[str, tuple[float, ...]] = dict.fromkeys(blocks, none)
+    reserve = dict.fromkeys(blocks, zero)
+    classes = dict.fromkeys(blocks, TenantClass.STANDARD)
     for stats in tenants:
         label = labels.get(stats.tenant, _OTHER)
         blocks[label] += stats.blocks
         used[label] = _add(used[label], stats.used_bytes)
         if label != _OTHER:  # a sum of limits limits nothing
-            quota[label] = stats.quota_bytes
+            quota[label] = tuple(_NO_QUOTA if n is None else n for n in stats.quota_bytes)
+            reserve[label] = stats.limits.reserve_bytes
+            classes[label] = stats.limits.tenant_class
 
-    def by_tier(values: Mapping[str, tuple[int, int, int]]) -> Iterable[tuple[tuple[str, ...], float]]:
+    def by_tier(values: Mapping[str, tuple[float, ...]]) -> Iterable[tuple[tuple[str, ...], float]]:
         return (((label, tier.name.lower()), row[tier]) for label, row in values.items() for tier in Tier)
 
     return [
         _gauge("kvtierd_tenant_blocks", "Blocks held for the tenant.", (((k,), n) for k, n in blocks.items()), ("tenant",)),
         _gauge("kvtierd_tenant_used_bytes", "Bytes of slots in use by the tenant.", by_tier(used), ("tenant", "tier")),
-        _gauge("kvtierd_tenant_quota_bytes", "Limit of the tenant on the tier; 0 means none.", by_tier(quota), ("tenant", "tier")),
+        _gauge("kvtierd_tenant_quota_bytes", "Quota of the tenant on the tier; +Inf for none.", by_tier(quota), ("tenant", "tier")),
+        _gauge(
+            "kvtierd_tenant_reserve_bytes",
+            "Reserve of the tenant on the tier.",
+            by_tier(reserve),
+            ("tenant", "tier"),
+        ),
+        _gauge(
+            "kvtierd_tenant_class",
+            "1 for the class of the tenant.",
+            (((k, c.value), float(c is classes[k])) for k in blocks if k != _OTHER for c in TenantClass),
+            ("tenant", "class"),
+        ),
     ]
 
 

@@ -11,7 +11,7 @@ from kvtierd.model import Tier
 from kvtierd.v1 import admin_pb2, kvtier_pb2
 
 MAX_TENANT_LABELS: Final = 100
-"""Tenants with their own label; the configured ones come first, the rest counts as ``other``."""
+"""Tenants with their own label; the configured ones come first, then those that hold most; the rest counts as ``other``."""
 OTHER: Final = "other"
 TIERS: Final = tuple(tier.name.lower() for tier in Tier)
 TRANSFER_PATHS: Final = ("shm", "grpc", "cudaipc", OTHER)

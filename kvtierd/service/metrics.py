@@ -6,7 +6,8 @@ up a prepared cell and adds to it, so it costs well under two microseconds and n
 the text is then written in a worker thread.
 
 Every series exists from the start, at zero. Every label has a closed set of values: a value that is not in it counts as
-``other``, and so do tenants past ``MAX_TENANT_LABELS``. Names end in their unit; counters end in ``_total``.
+``other``, and so do tenants past ``MAX_TENANT_LABELS``: the configured ones and those that hold most have labels. Names end in
+their unit; counters end in ``_total``.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from kvtierd.service.metric_gauges import Flags, gauge_families
 from kvtierd.service.metric_labels import (
     ALWAYS_SHOWN_CODES,
     CODE_NAMES,
+    EVICTION_REASONS,
     FAST_S,
     IO_OPS,
     IO_PATHS,
@@ -44,6 +46,7 @@ from kvtierd.service.metric_labels import (
     TIERS,
     TRANSFER_PATHS,
 )
+from kvtierd.service.metric_tenants import TenantCounts, labels_that_change
 
 __all__ = ["Metrics", "StatsSource", "make_registry", "watch_loop_lag"]
 
@@ -67,7 +70,7 @@ def make_registry() -> CollectorRegistry:
 class _TenantCells:
     """All cells of one tenant, so that one dictionary lookup finds them."""
 
-    __slots__ = ("absent_keys", "held_keys", "hits", "loaded", "lookups", "misses", "saved")
+    __slots__ = ("absent_keys", "evictions", "held_keys", "hits", "loaded", "lookups", "misses", "saved")
 
     def __init__(self, metrics: Metrics, label: str) -> None:
         self.lookups = metrics.lookups_vec.cell(label)
@@ -75,6 +78,7 @@ class _TenantCells:
         self.absent_keys = metrics.lookup_keys_vec.cell(label, "absent")
         self.hits = tuple(metrics.hits_vec.cell(label, tier) for tier in TIERS)
         self.misses = metrics.misses_vec.cell(label)
+        self.evictions = {why: metrics.tenant_evictions_vec.cell(label, why) for why in EVICTION_REASONS}
         self.saved = {
             path: (metrics.saved_blocks_vec.cell(label, path), metrics.saved_bytes_vec.cell(label, path)) for path in TRANSFER_PATHS
         }
@@ -106,6 +110,8 @@ class Metrics(Collector):
         self._make_tier_vecs()
         self._make_service_vecs()
         self._tenants: dict[str, _TenantCells] = {}
+        self._pinned = frozenset((DEFAULT_TENANT, *tenants))
+        self._counted = TenantCounts()
         self._other_tenant = _TenantCells(self, OTHER)
         for name in (DEFAULT_TENANT, *tenants):
             self._tenant(name)
@@ -133,6 +139,8 @@ class Metrics(Collector):
         self.saved_bytes_vec = counter("saved_bytes", "Bytes of blocks committed by clients.", "tenant", "path")
         self.loaded_blocks_vec = counter("loaded_blocks", "Blocks handed to clients.", "tenant", "path")
         self.loaded_bytes_vec = counter("loaded_bytes", "Bytes of blocks handed to clients.", "tenant", "path")
+        self.tenant_evictions_vec = counter("tenant_evictions", "Copies of the tenant forgotten, by reason.", "tenant", "reason")
+        self._of_tenants = list(self._counters)
 
     def _make_tier_vecs(self) -> None:
         counter = self._counter
@@ -321,26 +329,31 @@ class Metrics(Collector):
         """Take a snapshot for the next scrapes. Call it on the event loop."""
         if self._source is not None:
             self._snapshot = self._source.snapshot()
-            # Snapshots name tenants in any order; giving out labels here keeps gauges and counters alike.
-            for tenant in self._snapshot.tenants:
-                self._tenant(tenant.tenant)
+            self._give_labels(self._snapshot.tenants)
         if self._ready is not None:
             self.flags.ready = self._ready()[0]
         if self._counts is not None:
             self._core.take(self._counts)
-            self._take_hits(self._snapshot.tenants if self._snapshot is not None else [])
+            self._take_tenants(self._snapshot.tenants if self._snapshot is not None else [])
 
-    def _take_hits(self, tenants: Iterable[TenantStats]) -> None:
-        sums: dict[_TenantCells, list[int]] = {}
-        for stats in tenants:
-            # A list a label: tenants without a label of their own add up in the one called other.
-            row = sums.setdefault(self._tenant(stats.tenant), [0] * (len(TIERS) + 1))
-            for tier, n in enumerate(stats.hits):
-                row[tier] += n
-            row[-1] += stats.misses
-        for cells, row in sums.items():
-            for cell, n in zip((*cells.hits, cells.misses), row, strict=True):
-                cell.value = n
+    def _give_labels(self, tenants: list[TenantStats]) -> None:
+        """Give labels to the tenants that hold most, so that gauges and counters have the same."""
+        gain, lose = labels_that_change(tenants, self._tenants, self._pinned)
+        for name in lose:
+            del self._tenants[name]
+            for vec in self._of_tenants:
+                vec.drop(name)
+        for name in gain:
+            self._tenant(name)
+
+    def _take_tenants(self, tenants: Iterable[TenantStats]) -> None:
+        """Add what tenants have counted since the last time, each to the label that it has now."""
+        for news in self._counted.news(tenants):
+            cells = self._tenant(news.tenant)
+            for cell, n in zip((*cells.hits, cells.misses), (*news.hits, news.misses), strict=True):
+                cell.value += n
+            for why, n in news.evictions.items():
+                cells.evictions[why].value += n
 
     async def text(self, encoder: Callable[[CollectorRegistry], bytes] = generate_latest) -> bytes:
         """A scrape, in Prometheus's text format or the encoder's: written in a worker thread, one at a time. For the event loop."""

@@ -13,7 +13,7 @@ from kvtierd.service.metrics import Metrics
 __all__ = ["reference"]
 
 OPEN_LABELS: Final = {
-    "tenant": f"a tenant's name; the configured ones and others up to {MAX_TENANT_LABELS} in all, `other` for the rest",
+    "tenant": f"a tenant's name: {MAX_TENANT_LABELS} in all, the configured ones and those that hold most; `other` for the rest",
     "folder": "a configured folder of the NVMe tier",
     "version": "the daemon's",
     "protocol": "of its API",

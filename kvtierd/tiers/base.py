@@ -24,6 +24,8 @@ class RealmInfo:
     realm_id: int
     tenant: str
     namespace: Namespace
+    shared: bool = False
+    """True when the shared realms of other tenants find its blocks."""
 
 
 @dataclass(slots=True)

@@ -9,7 +9,8 @@ import json
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from kvtierd.tiers.folder import Folder
@@ -26,6 +27,8 @@ class SavedBudget(NamedTuple):
     """Below 0 when written on credit."""
     at_wall_s: float
     """Seconds since 1970."""
+    of_tenants: Mapping[str, float] = MappingProxyType({})
+    """The same of tenants that have a share of it."""
 
 
 def save_budget(folders: Sequence[Folder], saved: SavedBudget) -> None:
@@ -34,10 +37,14 @@ def save_budget(folders: Sequence[Folder], saved: SavedBudget) -> None:
         path = folder.file(NAME)
         try:
             with open(path + ".tmp", "w", encoding="ascii") as f:
-                json.dump(saved._asdict(), f)
+                json.dump({k: v for k, v in saved._asdict().items() if k != "of_tenants"} | _shares(saved), f)
             os.rename(path + ".tmp", path)
         except OSError as e:
             log.warning("the write budget cannot be kept in %s: %s", path, e)
+
+
+def _shares(saved: SavedBudget) -> dict[str, dict[str, float]]:
+    return {"of_tenants": dict(saved.of_tenants)} if saved.of_tenants else {}
 
 
 def load_budget(folders: Sequence[Folder]) -> SavedBudget | None:
@@ -50,10 +57,11 @@ def _read(path: str) -> SavedBudget | None:
     try:
         with open(path, encoding="ascii") as f:
             content = json.load(f)
-        saved = SavedBudget(float(content["left_bytes"]), float(content["at_wall_s"]))
+        of_tenants = {str(name): float(left) for name, left in content.get("of_tenants", {}).items()}
+        saved = SavedBudget(float(content["left_bytes"]), float(content["at_wall_s"]), of_tenants)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as e:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         log.warning("%s is not used: %s", path, e)
         return None
-    return saved if math.isfinite(saved.left_bytes) and math.isfinite(saved.at_wall_s) else None
+    return saved if all(map(math.isfinite, (saved.left_bytes, saved.at_wall_s, *of_tenants.values()))) else None

@@ -382,6 +382,7 @@ def _realm_to(realm: RealmInfo) -> dict[str, Any]:
         "tenant": realm.tenant,
         "fingerprint": realm.namespace.fingerprint().hex(),
         "namespace": namespace,
+        "shared": realm.shared,
     }
 
 
@@ -391,4 +392,4 @@ def _realm_from(item: dict[str, Any]) -> RealmInfo | None:
     if namespace.fingerprint().hex() != item["fingerprint"]:
         log.error("realm %s no longer has the fingerprint it was saved with; its blocks are dropped", item["realm_id"])
         return None
-    return RealmInfo(int(item["realm_id"]), item["tenant"], namespace)
+    return RealmInfo(int(item["realm_id"]), item["tenant"], namespace, bool(item.get("shared", False)))

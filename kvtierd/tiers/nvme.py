@@ -29,6 +29,7 @@ from kvtierd.tiers.record import Entry, pack_block, pack_removal
 from kvtierd.tiers.recovery import LiveBlocks
 from kvtierd.tiers.segments import SegmentTable
 from kvtierd.tiers.slot_io import IoCounters, SlotMover, StoredRealm
+from kvtierd.tiers.tenants_file import SavedTenants, load_tenants, save_tenants
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -302,6 +303,14 @@ class NvmeStore:
     def save_budget(self, saved: SavedBudget) -> None:
         """Keep what is left of the write budget. Blocking."""
         save_budget(self._folders, saved)
+
+    def save_tenants(self, saved: SavedTenants) -> None:
+        """Keep what was set for tenants. Blocking. Raises RequestError IO when no folder can be written."""
+        save_tenants(self._folders, saved)
+
+    def load_tenants(self) -> SavedTenants | None:
+        """What was set for tenants before. Blocking."""
+        return load_tenants(self._folders)
 
     def load_budget(self) -> SavedBudget | None:
         """What was left of the write budget when it was kept last. Blocking."""

@@ -16,6 +16,7 @@ import pytest
 from kvtierd.config import Config, field_paths, load_config
 from kvtierd.errors import ConfigError
 from kvtierd.service.config_text import config_toml
+from kvtierd.units import Share
 
 NUMBERS = [key for key, info in field_paths() if not {int, float}.isdisjoint(typing.get_args(info.annotation) or [info.annotation])]
 NEVER_A_NUMBER = [math.nan, math.inf, -math.inf, -1, -0.5, 10**400, 1e308, 2**63, True, "nan", "inf", "-1", "1e400", "9" * 5000, ""]
@@ -48,7 +49,8 @@ def test_no_number_is_absurd(key: str, value: object) -> None:
 def test_no_ttl_is_spelled_never(key: str) -> None:
     config = load(key, "never")
     section: Any = config.tenants["acme"] if key.startswith("tenants") else getattr(config, key.split(".")[0])
-    assert getattr(section, key.rpartition(".")[2]) is None
+    # A tenant's own says so, where it would otherwise have the tier's.
+    assert getattr(section, key.rpartition(".")[2]) == ("never" if key.startswith("tenants") else None)
     with pytest.raises(ConfigError, match='"never"'):
         load(key, -1)
 
@@ -102,7 +104,7 @@ def test_the_largest_values_are_written_and_read_back(tmp_path: Path) -> None:
 
 
 def test_types_of_keys_are_those_that_are_checked() -> None:
-    simple = {int, float, bool, str, Path}
+    simple = {int, float, bool, str, Path, Share, typing.Literal["never"]}
     for key, info in field_paths():
         kinds = set(typing.get_args(info.annotation)) - {types.NoneType} or {info.annotation}
         assert kinds <= simple, f"{key}: a new kind of value needs a check of its own"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvtierd.core.commands import Priority
-from kvtierd.core.realm import Realm, Tenant
+from kvtierd.core.limits import NEVER, Limits, TenantClass
+from kvtierd.core.realm import Realm
 from kvtierd.core.saves import WHOLE, Request
 from kvtierd.core.tickets import ReadTicket, Session
 from kvtierd.errors import Reason, RequestError
@@ -22,6 +25,21 @@ ADMISSIONS: dict[str, dict[str, object]] = {
     "budget": {"write_budget_bytes": 64 * KIB},
     "both": {"second_use": True, "write_budget_bytes": 256 * KIB},
 }
+
+
+LIMITS: list[Limits | None] = [
+    None,
+    Limits((0, 0, 0)),
+    Limits((16 * KIB, 48 * KIB, 64 * KIB), ttl_s=(2.0, NEVER, 30.0)),
+    Limits((None, None, 32 * KIB), write_budget_share=0.25),
+    Limits(tenant_class=TenantClass.BASIC),
+    Limits((None, 16 * KIB, None), tenant_class=TenantClass.BASIC),
+    Limits((None, 96 * KIB, None), (8 * KIB, 24 * KIB, 32 * KIB), tenant_class=TenantClass.PREMIUM),
+    Limits((None, None, None), (0, 40 * KIB, 0), tenant_class=TenantClass.PREMIUM, write_budget_share=0.0),
+]
+"""What tenants are given while things go on; reserves of two fit into the smallest tiers."""
+TENANTS = ("a", "b", "s", "t")
+"""The last two share what they save."""
 
 
 def _pick(items: list, n: int):  # type: ignore[no-untyped-def, type-arg]
@@ -47,7 +65,9 @@ class Driver:
         into_hbm: bool = False,
     ) -> None:
         """Sizes in KiB; ``policy`` and ``admission`` are keys of POLICIES and ADMISSIONS."""
-        limits = {"b": Tenant("b", [16 * KIB, 96 * KIB, 128 * KIB], [5.0, 8.0, 60.0])} if quota else {}
+        limits = {"s": Limits(shared=True), "t": Limits(shared=True)}
+        if quota:
+            limits["b"] = Limits((16 * KIB, 96 * KIB, 128 * KIB), ttl_s=(5.0, 8.0, 60.0))
         self.shell = MortalShell(
             config(
                 cpu * KIB, nvme * KIB, hbm * KIB, extent * KIB,
@@ -59,10 +79,25 @@ class Driver:
             release_late=late,
         )  # fmt: skip
         self.realms: list[Realm] = [self.shell.realm(*shape, tenant=t) for t in "ab" for shape in SHAPES]
+        self.realms += [self.shell.realm(*shape, tenant=t) for t in "st" for shape in SHAPES[1:3]]
         self.sessions: list[Session] = []
+        self.held: dict[tuple[str, Tier], int] = {}
         self.faulty = False
         # A slot of one page takes two on NVMe, and a quota bounds what can be written down too.
         self.all_fits_below = not quota and (nvme >= 4 * (cpu + hbm) or not (nvme or hbm))
+
+    def limit(self, t: int, n: int) -> None:
+        """Change the limits of a tenant."""
+        name = TENANTS[t % len(TENANTS)]
+        limits = LIMITS[n % len(LIMITS)]
+        reserved = sum(any(tenant.limits.reserve_bytes) for tenant in self.shell.core.state.tenants.values() if tenant.name != name)
+        if limits is not None and any(limits.reserve_bytes) and reserved:
+            return  # one reserve at a time fits into the smallest tier
+        if name in "st":
+            limits = replace(limits or Limits(), shared=True)
+        self.shell.core.set_limits(self.shell.now, name, limits)
+        self.shell.run()
+        self.all_fits_below = False
 
     def realm(self, n: int) -> Realm:
         """Realm number n."""
@@ -219,11 +254,22 @@ class Driver:
         up = [m.size_bytes for m, _ in shell.moves.values() if m.priority is not Priority.DEMOTE]
         assert len(up) <= 1 or sum(up) <= shell.config.max_promote_bytes
         self._check_admission()
+        self._check_limits()
         if not shell.core.state.counts.evictions:
             for realm_id, key in shell.version.keys() - shell.evicted - shell.expired():
                 assert shell.core.lookup(shell.now, shell.core.state.realms[realm_id], [key])[0], (
                     "nothing is lost without an eviction"
                 )
+
+    def _check_limits(self) -> None:
+        """What a tenant holds beyond its quota was there before the quota, and reserves were never taken by others."""
+        for tenant in self.shell.core.state.tenants.values():
+            for tier in Tier:
+                place = (tenant.name, tier)
+                quota = tenant.limits.quota(tier)
+                used, before = tenant.used_bytes[tier], self.held.get(place, 0)
+                assert quota is None or used <= max(quota, before), f"{tenant.name} grew beyond its quota of {tier.name}"
+                self.held[place] = used
 
     def _check_admission(self) -> None:
         """What NVMe was refused is refused for a reason that is on, and nothing else is called so."""
@@ -263,3 +309,7 @@ class Driver:
         shell.finish_all()
         assert ticks < 7200, f"{ticks} ticks in an idle hour"
         shell.check()
+        for tenant in core.state.tenants.values():
+            for tier in Tier:
+                quota = tenant.limits.quota(tier)
+                assert quota is None or tenant.used_bytes[tier] <= quota, "what is beyond a quota goes in the end"

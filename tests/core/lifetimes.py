@@ -31,7 +31,7 @@ class MortalShell(Shell):
         self.lives[grant.ticket_id] = life_s
         for key, outcome in zip(keys, grant.outcomes, strict=True):
             if outcome == HELD:
-                place = (realm.realm_id, key)
+                place = self._place(realm, key)
                 self.ends[place] = max(self.ends[place], self.now + life_s)
         return grant
 
@@ -57,9 +57,14 @@ class MortalShell(Shell):
         self._check_found(ticket, keys)
         return ticket
 
+    @staticmethod
+    def _place(realm: Realm, key: bytes) -> Place:
+        """A held block; in a shared realm it may be another's."""
+        return realm.index[key].realm.realm_id, key
+
     def _check_found(self, ticket: ReadTicket, keys: list[bytes]) -> None:
         found = [key for key, mask in zip(keys, ticket.found_on, strict=False) if mask]
-        assert not {(ticket.realm.realm_id, key) for key in found} & self.expired()
+        assert not {self._place(ticket.realm, key) for key in found} & self.expired()
         assert Entry.MISSING not in ticket.entries or ticket.each or ticket.prefetch or ticket.reason
 
     def check(self) -> None:
@@ -67,7 +72,7 @@ class MortalShell(Shell):
         expired = self.expired()
         for realm in self.core.state.realms.values():
             for key, block in realm.index.items():
-                place = (realm.realm_id, key)
+                place = (block.realm.realm_id, key)
                 if block.mask:
                     assert block.expires_s == self.ends[place]
                 assert place not in expired or self.core.lookup(self.now, realm, [key])[0] == 0

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from kvtierd.core.block import Block, CopyState
 from kvtierd.core.commands import Forget, Move, Progress, StartMoves
-from kvtierd.core.realm import Realm, Tenant
+from kvtierd.core.limits import Limits
+from kvtierd.core.realm import Realm
 from kvtierd.core.saves import WHOLE, Request
 from kvtierd.core.settings import CoreConfig
 from kvtierd.core.slots import NewExtent, RetireExtent
@@ -44,6 +45,7 @@ class OpenSave:
 
     session: Session
     realm: Realm
+    tier: Tier
     open: dict[int, tuple[bytes, tuple[int, ...], int]]
 
 
@@ -61,7 +63,7 @@ class OpenLoad:
 class Shell:
     """Runs the core's commands against contents held here."""
 
-    def __init__(self, core_config: CoreConfig, limits: dict[str, Tenant] | None = None, *, release_late: bool = False) -> None:
+    def __init__(self, core_config: CoreConfig, limits: dict[str, Limits] | None = None, *, release_late: bool = False) -> None:
         self.config = core_config
         self.core = TierCore(core_config, limits)
         self.now = 0.0
@@ -256,12 +258,12 @@ class Shell:
         assert len(grant.slots) == width * len(granted)
         assert len(grant.outcomes) == len(keys)
         if granted:
-            opened = OpenSave(session, realm, {})
+            opened = OpenSave(session, realm, self.core.state.save_tier(realm.tenant), {})
             for n, index in enumerate(granted):
                 slots = tuple(grant.slots[n * width : (n + 1) * width])
                 self.written += 1
                 opened.open[n] = (keys[index], slots, self.written)
-                self._begin_write(self.config.save_tier, slots, ("save", grant.ticket_id))
+                self._begin_write(opened.tier, slots, ("save", grant.ticket_id))
             self.saves[grant.ticket_id] = opened
         else:
             assert grant.ticket_id == 0
@@ -275,8 +277,8 @@ class Shell:
         for index in which:
             key, slots, version = opened.open.pop(index)
             for shard, slot in enumerate(slots):
-                assert self.writers[(self.config.save_tier, slot)] == ("save", ticket_id)
-                self.content[(self.config.save_tier, slot)] = (opened.realm.realm_id, key, shard, version)
+                assert self.writers[(opened.tier, slot)] == ("save", ticket_id)
+                self.content[(opened.tier, slot)] = (opened.realm.realm_id, key, shard, version)
             self._stop_using(("save", ticket_id), slots)
             filled[key] = version
         published = self.core.commit(self.now, opened.session, ticket_id, indexes or ())
@@ -309,9 +311,12 @@ class Shell:
     def load(self, session: Session, realm: Realm, keys: list[bytes], wait_s: float = 10.0, *, each: bool = False) -> ReadTicket:
         """Begin a load."""
         ticket = self.core.load(self.now, session, realm, keys, self.now + wait_s, each=each)
-        versions = {i: self.version[(realm.realm_id, keys[i])] for i, e in enumerate(ticket.entries) if e != Entry.MISSING}
-        for index in versions:
-            assert (realm.realm_id, keys[index]) not in self.evicted, "an evicted key is not found"
+        # In a shared realm a block may be another's, who saved it.
+        owners = {i: copy.block.realm.realm_id for i, copy in enumerate(ticket.copies) if copy is not None}
+        versions = {i: self.version[(owner, keys[i])] for i, owner in owners.items()}
+        for index, owner in owners.items():
+            assert (owner, keys[index]) not in self.evicted, "an evicted key is not found"
+            assert owner == realm.realm_id or (realm.shared and self.core.state.realms[owner].shared)
         self.loads[ticket.ticket_id] = OpenLoad(session, ticket, keys, versions)
         self.run()
         return ticket
@@ -338,7 +343,9 @@ class Shell:
         copy = opened.ticket.copies[index]
         assert copy is not None and copy.tier in (Tier.CPU, self.config.save_tier)
         seen = self._read(copy.tier, opened.taken[index], ("load", opened.ticket.ticket_id))
-        wanted = [(realm.realm_id, opened.keys[index], shard, opened.versions[index]) for shard in range(len(realm.slot_bytes))]
+        wanted = [
+            (copy.block.realm.realm_id, opened.keys[index], shard, opened.versions[index]) for shard in range(len(realm.slot_bytes))
+        ]
         assert seen == wanted, "a load sees what was saved, and nothing else"
 
     def release(self, ticket: ReadTicket, indexes: list[int] | None = None) -> None:
@@ -444,8 +451,9 @@ class Shell:
         state = self.core.state
         for realm in state.realms.values():
             for key, block in realm.index.items():
+                place = (block.realm.realm_id, key)
                 if block.mask:
-                    assert (realm.realm_id, key) in self.version and (realm.realm_id, key) not in self.evicted
+                    assert place in self.version and place not in self.evicted
         for tier in Tier:
             reserved = sum(e.slot_bytes * e.slot_count for (t, _), e in self.extents.items() if t is tier)
             reserved += sum(n for (t, _), n in self.unreleased.items() if t is tier)

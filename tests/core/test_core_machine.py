@@ -120,6 +120,10 @@ class CoreMachine(RuleBasedStateMachine):
     def put_hbm(self, r: int, key: int) -> None:
         self.driver.put_hbm(r, key)
 
+    @rule(t=NUMBER, n=NUMBER)
+    def limit(self, t: int, n: int) -> None:
+        self.driver.limit(t, n)
+
     @precondition(lambda self: self.driver.shell.moves)
     @rule(m=NUMBER, fault=st.integers(0, 8))
     def finish(self, m: int, fault: int) -> None:
@@ -176,6 +180,7 @@ def _history(seed: int, steps: int) -> None:
         into_hbm=r.random() < 0.5,
     )
     faulty = r.random() < 0.6
+    limits = r.choice([0, 0, 1, 4])
 
     def n(limit: int = 1000) -> int:
         return r.randrange(limit)
@@ -201,6 +206,7 @@ def _history(seed: int, steps: int) -> None:
         (8, lambda: d.wait(r.choice([0, 0.01, 0.3, 2, 30]))),
         (1, lambda: d.live(r.choice([None, None, 0.005, 0.4, 5.0, 40.0]))),
         (1, lambda: d.attach(n())),
+        (limits, lambda: d.limit(n(), n())),
         (0.5, lambda: d.detach(n())),
     ]
     weights = [weight for weight, _ in operations]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvtierd.core.commands import Priority
-from kvtierd.core.realm import Realm, Tenant
+from kvtierd.core.limits import Limits
+from kvtierd.core.realm import Realm
 from kvtierd.core.tickets import Entry, Session
 from kvtierd.errors import Reason, RequestError
 from kvtierd.model import Result, Tier
@@ -254,7 +255,7 @@ def test_realm_without_room_does_not_block_others() -> None:
 
     Method: a tenant whose quota is being filled wants to load; another tenant loads after it.
     """
-    shell = Shell(config(cpu=256 * KIB), {"q": Tenant("q", [0, 8192, 0])})
+    shell = Shell(config(cpu=256 * KIB), {"q": Limits((None, 8192, None))})
     tight, free = shell.realm(4096, tenant="q"), shell.realm(4096, tenant="f")
     mine, other = shell.attach(tight), shell.attach(free)
     on_nvme(shell, mine, tight, keys(1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtierd.core.realm import Tenant
+from kvtierd.core.limits import Limits
 from kvtierd.core.tickets import GRANTED
 from kvtierd.core.tier_core import MIN_TICK_S
 from kvtierd.model import Result, Tier
@@ -101,8 +101,8 @@ def test_cpu_memory_as_the_last_tier_keeps_its_blocks() -> None:
 
     Method: no NVMe; NVMe smaller than the block; a tenant whose quota on NVMe is smaller; a realm that is not on record.
     """
-    for nvme, quota in ((0, 0), (16 * KIB, 0), (1 << 20, 4096)):
-        shell = Shell(config(nvme=nvme), {"t": Tenant("t", [0, 0, quota])})
+    for nvme, quota in ((0, None), (16 * KIB, None), (1 << 20, 4096)):
+        shell = Shell(config(nvme=nvme), {"t": Limits((None, None, quota))})
         realm = shell.realm(32 * KIB)
         shell.put(shell.attach(realm), realm, keys(1))
         assert shell.wait(100_000) == 0, "nothing is due"
@@ -143,7 +143,7 @@ def test_tenants_have_their_own_ttl() -> None:
 
     Method: two tenants, one with 5 s.
     """
-    shell = Shell(config(), {"fast": Tenant("fast", ttl_s=[None, 5.0, None])})
+    shell = Shell(config(), {"fast": Limits(ttl_s=(None, 5.0, None))})
     fast, slow = shell.realm(4096, tenant="fast"), shell.realm(4096, tenant="slow")
     for realm in (slow, fast):
         shell.put(shell.attach(realm), realm, keys(1))
@@ -269,8 +269,8 @@ def test_lower_tier_that_is_smaller_comes_to_rest() -> None:
     Method: NVMe of four blocks, or a quota of four, below a CPU tier of 16; drain, and save past the watermark. The number of
     moves is bounded.
     """
-    for nvme, quota in ((32 * KIB, 0), (1 << 20, 32 * KIB)):
-        shell = Shell(config(cpu=64 * KIB, nvme=nvme, extent=8 * KIB), {"t": Tenant("t", [0, 0, quota])})
+    for nvme, quota in ((32 * KIB, None), (1 << 20, 32 * KIB)):
+        shell = Shell(config(cpu=64 * KIB, nvme=nvme, extent=8 * KIB), {"t": Limits((None, None, quota))})
         realm = shell.realm(4096)
         session = shell.attach(realm)
         for i in range(60):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtierd.core.realm import Tenant
+from kvtierd.core.limits import Limits
 from kvtierd.errors import Reason, RequestError
 from kvtierd.model import Tier
 from tests.core.shell import KIB, Shell, config
@@ -55,7 +55,7 @@ def test_no_place_is_a_limit_that_says_what_to_do() -> None:
 
 def test_a_realm_whose_last_block_moves_keeps_its_place() -> None:
     """Goal: what is on its way for a realm ends in peace. Method: a block is evicted while it is written down."""
-    shell = Shell(config(max_realms=1), {"t": Tenant("t", [0, 64 * KIB, 0])})
+    shell = Shell(config(max_realms=1), {"t": Limits((None, 64 * KIB, None))})
     realm = shell.realm(4096)
     session = shell.attach(realm)
     shell.put(session, realm, keys(1))
@@ -69,5 +69,5 @@ def test_a_realm_whose_last_block_moves_keeps_its_place() -> None:
     shell.finish_all()
     shell.drain(on=False)
     assert shell.realm(4096, tenant="u").tenant.name == "u"
-    assert shell.realm(4096, tenant="u").tenant.quota_bytes[Tier.CPU] == 0
+    assert shell.realm(4096, tenant="u").tenant.limits.quota(Tier.CPU) is None
     shell.core.check()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtierd.core.realm import Tenant
+from kvtierd.core.limits import Limits
 from kvtierd.core.saves import BUSY, DRAINING, HELD, IN_PROGRESS, LIMIT, QUOTA, TOO_LARGE
 from kvtierd.core.tickets import GRANTED
 from kvtierd.errors import Reason, RequestError
@@ -80,7 +80,7 @@ def test_quota_takes_own_blocks_first() -> None:
 
     Method: two realms of a tenant with a quota of three blocks, and a neighbour; no lower tier.
     """
-    shell = Shell(config(nvme=0), {"q": Tenant("q", [0, 12 * KIB, 0])})
+    shell = Shell(config(nvme=0), {"q": Limits((None, 12 * KIB, None))})
     first, second = shell.realm(4096, tenant="q", model="1"), shell.realm(4096, tenant="q", model="2")
     neighbour = shell.realm(4096, tenant="n")
     mine, other = shell.attach(first), shell.attach(neighbour)
@@ -101,7 +101,7 @@ def test_block_above_the_quota() -> None:
 
     Method: a quota of one page.
     """
-    shell = Shell(config(), {"q": Tenant("q", [0, 4096, 0])})
+    shell = Shell(config(), {"q": Limits((None, 4096, None))})
     small, large = shell.realm(4096, tenant="q"), shell.realm(8192, tenant="q")
     session = shell.attach(small)
     shell.put(session, small, [key_of(1)])

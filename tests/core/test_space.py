@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from kvtierd.core.commands import Forget, StartMoves
-from kvtierd.core.realm import Tenant
+from kvtierd.core.limits import Limits
 from kvtierd.core.saves import BUSY
 from kvtierd.core.slots import LEAVING_PAUSE_S, MAX_LEAVING_EXTENTS, NewExtent, RetireExtent
 from kvtierd.core.tickets import GRANTED
@@ -270,7 +270,7 @@ def test_quota_on_nvme_does_not_hold_up_others() -> None:
 
     Method: its only block on NVMe is pinned; its dirty block is the oldest; another tenant's must still be written.
     """
-    shell = Shell(config(), {"q": Tenant("q", [0, 0, 8192])})
+    shell = Shell(config(), {"q": Limits((None, None, 8192))})
     tight, free = shell.realm(4096, tenant="q"), shell.realm(4096, tenant="f")
     mine, other = shell.attach(tight), shell.attach(free)
     on_nvme(shell, mine, tight, keys(1))
@@ -338,14 +338,14 @@ def test_recovery() -> None:
     shell.check()
 
 
-class _Lines:
+class Lines:
     """Counts executed lines of the core."""
 
     def __init__(self) -> None:
         self.count = 0
         self._before = sys.gettrace()
 
-    def __enter__(self) -> _Lines:
+    def __enter__(self) -> Lines:
         sys.settrace(self._call)
         return self
 
@@ -360,8 +360,8 @@ class _Lines:
         return self._line
 
 
-@pytest.mark.parametrize("quota", [0, 1 << 20])
-def test_cost_does_not_grow_with_realms(quota: int) -> None:
+@pytest.mark.parametrize("quota", [None, 1 << 20])
+def test_cost_does_not_grow_with_realms(quota: int | None) -> None:
     """Goal: the work of a save, a load and a tick is about the same with 10 and with 5,000 realms, full tier or not.
 
     Method: count executed lines of the core, not time; the tier holds a block of each realm, so that each save makes room.
@@ -369,8 +369,9 @@ def test_cost_does_not_grow_with_realms(quota: int) -> None:
 
     def cost(realms: int) -> float:
         capacity = realms * 4096
-        limit = min(quota, capacity)
-        shell = Shell(config(cpu=capacity, nvme=4 * capacity, extent=4096, free_target=0.0), {"t": Tenant("t", [0, limit, 0])})
+        limit = None if quota is None else min(quota, capacity)
+        sizes = config(cpu=capacity, nvme=4 * capacity, extent=4096, free_target=0.0, max_realms=realms)
+        shell = Shell(sizes, {"t": Limits((None, limit, None))})
         made = [shell.realm(4096, model=str(i)) for i in range(realms)]
         session = shell.core.attach(1, made[0])
         core = shell.core
@@ -383,7 +384,7 @@ def test_cost_does_not_grow_with_realms(quota: int) -> None:
             core.move_done(1.0, move_id, Result.OK)
         core.take_commands()
         steps = 40
-        with _Lines() as lines:
+        with Lines() as lines:
             for i in range(steps):
                 now = 2.0 + i / 100
                 realm = made[i * 7 % realms]

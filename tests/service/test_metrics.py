@@ -18,6 +18,7 @@ from prometheus_client.openmetrics import exposition as openmetrics_text
 from prometheus_client.openmetrics import parser as openmetrics_parser
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvtierd.core.limits import Limits
 from kvtierd.core.stats import StatsSnapshot, TenantStats, TierStats
 from kvtierd.errors import Reason
 from kvtierd.model import Tier
@@ -53,9 +54,9 @@ class Source:
 
 
 def tenant(
-    name: str, blocks: int = 1, used: tuple[int, int, int] = (0, 1, 2), quota: tuple[int, int, int] = (0, 5, 6)
+    name: str, blocks: int = 1, used: tuple[int, int, int] = (0, 1, 2), quota: tuple[int | None, int, int] = (None, 5, 0)
 ) -> TenantStats:
-    return TenantStats(name, blocks, used, quota, (0, 0, 0), 0)
+    return TenantStats(name, blocks, used, Limits(quota), (0, 0, 0), 0)
 
 
 def shot(tenants: list[TenantStats] | None = None) -> StatsSnapshot:
@@ -69,7 +70,10 @@ def shot(tenants: list[TenantStats] | None = None) -> StatsSnapshot:
 def test_every_series_exists_at_zero(metrics: Metrics) -> None:
     found = samples(metrics)
     nonzero = {name for (name, _), v in found.items() if v}
-    assert nonzero == {"kvtierd_build_info"}
+    assert nonzero == {"kvtierd_build_info", "kvtierd_tenant_quota_bytes", "kvtierd_tenant_class"}
+    assert value(metrics, "tenant_quota_bytes", tenant="default", tier="cpu") == float("inf")
+    assert value(metrics, "tenant_class", tenant="default", cls="standard") == 1
+    assert value(metrics, "tenant_evictions_total", tenant="default", reason="quota") == 0
     for why in EVICTION_REASONS:
         assert value(metrics, "evictions_total", tier="nvme", reason=why) == 0
     assert value(metrics, "hits_total", tenant="default", tier="cpu") == 0
@@ -201,7 +205,7 @@ def test_tenants_past_the_limit_are_other() -> None:
     assert value(metrics, "lookups_total", tenant="other") == 52
     total = sum(v for (name, _), v in found.items() if name == "kvtierd_tenant_used_bytes")
     assert total == 3 * (MAX_TENANT_LABELS + 50), "usage without a label of its own is summed, not lost"
-    assert value(metrics, "tenant_quota_bytes", tenant="other", tier="cpu") == 0, "a sum of limits limits nothing"
+    assert value(metrics, "tenant_quota_bytes", tenant="other", tier="cpu") == float("inf"), "a sum of limits limits nothing"
 
 
 def test_a_tenant_called_other_takes_no_label(metrics: Metrics) -> None:
@@ -235,7 +239,8 @@ def test_gauges_come_from_the_last_refresh(metrics: Metrics) -> None:
     assert value(metrics, "tier_suspended", tier="nvme") == 0
     assert value(metrics, "tenant_blocks", tenant="acme") == 7
     assert value(metrics, "tenant_used_bytes", tenant="acme", tier="nvme") == 2
-    assert value(metrics, "tenant_quota_bytes", tenant="acme", tier="cpu") == 5
+    quotas = [value(metrics, "tenant_quota_bytes", tenant="acme", tier=tier) for tier in ("hbm", "cpu", "nvme")]
+    assert quotas == [float("inf"), 5, 0], "none and nothing differ"
     assert value(metrics, "queue_depth", cls="load") == 5
     assert value(metrics, "queue_depth", cls="demote") == 0
     assert value(metrics, "ready") == 1
@@ -287,7 +292,7 @@ def test_totals_of_the_core_are_taken_over(metrics: Metrics) -> None:
 
 def test_hits_of_the_core_are_taken_over_with_its_totals() -> None:
     metrics = Metrics(CollectorRegistry(), tenants=[f"t{n}" for n in range(MAX_TENANT_LABELS - 1)])
-    source = Source(shot([TenantStats(name, 1, (0, 0, 0), (0, 0, 0), (0, 2, 3), 4) for name in ("t0", "late", "later")]))
+    source = Source(shot([TenantStats(name, 1, (0, 0, 0), Limits(), (0, 2, 3), 4) for name in ("t0", "late", "later")]))
     metrics.bind(source, counts=Counts())
     for _ in range(2):
         metrics.refresh()
@@ -296,6 +301,43 @@ def test_hits_of_the_core_are_taken_over_with_its_totals() -> None:
     assert value(metrics, "misses_total", tenant="other") == 8
     assert metrics.totals()["kvtierd_hits_total"] == 15
     assert metrics.totals()["kvtierd_misses_total"] == 12
+
+
+def test_labels_go_to_those_that_hold_most() -> None:
+    """Goal: of many tenants the largest and the configured ones have labels, no counter ever falls, and sums count all.
+
+    Method: more tenants than labels; then others become the largest, bit by bit, and come back to nothing.
+    """
+    metrics = Metrics(CollectorRegistry(), tenants=["vip"])
+    names = [f"t{n:04}" for n in range(1000)]
+
+    def look(sizes: dict[str, int], hits: int) -> dict[str, float]:
+        tenants = [
+            TenantStats(n, 1, (0, sizes.get(n, 1), 0), Limits(), (0, hits, 0), hits, {(Tier.CPU, "ttl"): hits}) for n in names
+        ]
+        metrics.bind(Source(shot(tenants)), counts=Counts())
+        metrics.refresh()
+        assert metrics.totals()["kvtierd_hits_total"] == 1000 * hits
+        assert metrics.totals()["kvtierd_tenant_evictions_total"] == 1000 * hits
+        return {dict(labels)["tenant"]: v for (name, labels), v in samples(metrics).items() if name == "kvtierd_hits_total" if v}
+
+    first = look(dict.fromkeys(names[:50], 1000), 1)
+    assert set(names[:50]) < set(first)
+    before = first["other"]
+    large = dict.fromkeys(names[-30:], 5000)
+    for hits in range(2, 8):
+        found = look(large, hits)
+        assert found["other"] >= before
+        before = found["other"]
+        assert len(found) <= MAX_TENANT_LABELS
+    assert set(names[-30:]) < set(found)
+    assert found[names[-1]] < 7, "a new label counts from when it was given"
+    assert set(names[-30:]) < set(look({}, 9)), "labels do not change hands for little"
+    assert look({}, 10)["other"] >= before
+    names[:] = names[500:]
+    metrics.bind(Source(shot([])), counts=Counts())
+    metrics.refresh()
+    assert metrics.totals()["kvtierd_hits_total"] == 10_000
 
 
 def test_totals_add_up_over_labels(metrics: Metrics) -> None:

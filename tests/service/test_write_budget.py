@@ -12,6 +12,7 @@ import pytest
 
 from kvtierd.client import Client
 from kvtierd.core.admission import DAY_S, Admission
+from kvtierd.core.realm import Tenant
 from kvtierd.model import Namespace
 from kvtierd.runtime.restart import KEEP_BUDGET_S, BudgetKeeper
 from kvtierd.runtime.wallclock import WallClock
@@ -21,6 +22,7 @@ from kvtierd.tiers.folder import Folder
 from kvtierd.v1 import admin_pb2
 
 MIB = 1 << 20
+TENANT = Tenant("t")
 
 
 class Clocks:
@@ -70,14 +72,14 @@ def test_time_that_passed_fills_the_budget_up(left: float, ago_s: float, expecte
 async def test_it_is_written_down_now_and_then_when_it_has_changed() -> None:
     clocks, store, admission = Clocks(50.0, 1e9), Store(), budget()
     kept = keeper(admission, store, clocks)
-    admission.spend(clocks.core_s, 400)
+    admission.spend(clocks.core_s, TENANT, 400)
     await kept.keep()
     assert not store.saved
     clocks.pass_by(KEEP_BUDGET_S)
     await kept.keep()
     await kept.keep(now=True)
     assert store.saved == [SavedBudget(admission.left_bytes(clocks.core_s), clocks.wall_s)]
-    admission.spend(clocks.core_s, 100)
+    admission.spend(clocks.core_s, TENANT, 100)
     await kept.keep(now=True)
     assert len(store.saved) == 2
     await keeper(budget(0), store, clocks).keep(now=True)
