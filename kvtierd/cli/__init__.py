@@ -29,6 +29,7 @@ _COMMANDS: Final = {
     "serve": ("kvtierd.cli.local:serve", "Run the daemon."),
     "status": ("kvtierd.cli.status:status", "Show tiers, tenants, sessions and counters of a daemon."),
     "top": ("kvtierd.cli.top:top", "Watch tiers, tenants, moves and latencies of a daemon."),
+    "tenants": ("kvtierd.cli.tenants:tenants", "List tenants, change or take away their limits."),
     "doctor": ("kvtierd.cli.doctor:doctor", "Check whether this host is ready for the configuration."),
     "evict": ("kvtierd.cli.admin:evict", "Forget copies of blocks."),
     "pin": ("kvtierd.cli.admin:pin", "Keep blocks in place for a while."),

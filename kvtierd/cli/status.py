@@ -28,6 +28,7 @@ from kvtierd.v1 import admin_pb2
 
 __all__ = ["render_status", "status", "status_json"]
 
+_STANDARD: Final = admin_pb2.TENANT_CLASS_STANDARD
 MAX_ROWS: Final = 50
 """Tenants and sessions in a table; the rest is counted. JSON has all."""
 
@@ -108,6 +109,8 @@ def status_json(answer: admin_pb2.GetStatusResponse) -> dict[str, Any]:
                 "quota_bytes": dict(zip(names, t.quota_bytes, strict=False)),
                 "hits": t.hits,
                 "misses": t.misses,
+                "tenant_class": admin_pb2.TenantClass.Name(t.tenant_class or _STANDARD).removeprefix("TENANT_CLASS_").lower(),
+                "limits": {tier_name(limit.tier): _limit_json(limit) for limit in t.limits},
             }
             for t in answer.tenants
         ],
@@ -127,6 +130,15 @@ def status_json(answer: admin_pb2.GetStatusResponse) -> dict[str, Any]:
             for s in answer.sessions
         ],
         "counters": dict(sorted(answer.counters.items())),
+    }
+
+
+def _limit_json(limit: admin_pb2.TenantTier) -> dict[str, Any]:
+    return {
+        "quota_bytes": limit.quota_bytes if limit.HasField("quota_bytes") else None,
+        "reserve_bytes": limit.reserve_bytes,
+        "used_bytes": limit.used_bytes,
+        "evictions": dict(sorted(limit.evictions.items())),
     }
 
 

@@ -98,13 +98,15 @@ class TenantBook:
         """What the admin API has set; wins over the configuration key by key."""
         self.aside: Overrides = {}
         """Of these, what does not fit any more; kept, and not in force."""
+        self.problems: dict[str, str] = {}
+        """Why not."""
         self.sequence = 0
         """How often the overrides were changed."""
         self._reserved = [sum(one.reserve_bytes[tier] for one in self.limits.values()) for tier in Tier]
 
     def names(self) -> set[str]:
         """Tenants that have limits of their own."""
-        return self._configured.keys() | self.overrides.keys()
+        return self._configured.keys() | self.overrides.keys() | self.aside.keys()
 
     def source(self, name: str) -> str:
         """Where a tenant's limits come from: "api", "config", or "" when it has none."""
@@ -130,7 +132,7 @@ class TenantBook:
                 limits = self._checked(name, override)
             except ValueError as e:
                 log.warning("limits of tenant %r that were set by the admin API are not in force: %s", name, e)
-                self.aside[name] = dict(override)
+                self.aside[name], self.problems[name] = dict(override), str(e)
                 continue
             self._put(name, dict(override), limits)
             over = " over those of the configuration" if name in self._configured else ""
@@ -169,6 +171,7 @@ class TenantBook:
         """Change the override of a tenant; None takes it away. Returns the limits from now on; None when it has none."""
         self.sequence += 1
         self.aside.pop(name, None)
+        self.problems.pop(name, None)
         if override is None:
             self.overrides.pop(name, None)
             limits = limits_of(name, self._configured[name], self._capacity) if name in self._configured else None

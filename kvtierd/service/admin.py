@@ -23,6 +23,7 @@ from kvtierd.service import status
 from kvtierd.service.calls import checked_expiry, checked_span, tier_of
 from kvtierd.service.config_text import config_toml
 from kvtierd.service.metrics import Metrics
+from kvtierd.service.tenants import TenantCalls, class_number, tier_entries
 from kvtierd.v1 import admin_pb2 as pb
 from kvtierd.v1 import admin_pb2_grpc
 
@@ -47,6 +48,7 @@ class AdminServicer(admin_pb2_grpc.KvTierAdminServiceServicer):
         self._rt = runtime
         self._metrics = metrics
         self._config = config
+        self._tenants = TenantCalls(runtime)
 
     async def _checked(self, context: Context, work: Any) -> Any:
         try:
@@ -90,6 +92,8 @@ class AdminServicer(admin_pb2_grpc.KvTierAdminServiceServicer):
                     quota_bytes=[n or 0 for n in t.quota_bytes],
                     hits=sum(t.hits),
                     misses=t.misses,
+                    limits=tier_entries(t.limits, t.used_bytes, t.evictions),
+                    tenant_class=class_number(t.limits.tenant_class),
                 )
                 for t in itertools.islice(shot.tenants, MAX_PAGE)
             ],
@@ -328,6 +332,20 @@ class AdminServicer(admin_pb2_grpc.KvTierAdminServiceServicer):
             return pb.UnpinBlocksResponse()
 
         return await self._checked(context, work)
+
+    # ---- tenants
+
+    async def ListTenants(self, request: pb.ListTenantsRequest, context: Context) -> Any:
+        """See the proto. Tenants that come and go between two pages may be missed."""
+        return await self._checked(context, lambda: self._tenants.list(request, _page_size(request.page_size)))
+
+    async def SetTenant(self, request: pb.SetTenantRequest, context: Context) -> Any:
+        """See the proto."""
+        return await self._checked(context, self._tenants.set(request))
+
+    async def RemoveTenant(self, request: pb.RemoveTenantRequest, context: Context) -> Any:
+        """See the proto."""
+        return await self._checked(context, self._tenants.remove(request))
 
 
 def _budget(shot: StatsSnapshot) -> dict[str, float]:

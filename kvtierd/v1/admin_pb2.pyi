@@ -1,11 +1,32 @@
 from kvtierd.v1 import kvtier_pb2 as _kvtier_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class TenantClass(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TENANT_CLASS_UNSPECIFIED: _ClassVar[TenantClass]
+    TENANT_CLASS_PREMIUM: _ClassVar[TenantClass]
+    TENANT_CLASS_STANDARD: _ClassVar[TenantClass]
+    TENANT_CLASS_BASIC: _ClassVar[TenantClass]
+
+class TenantScope(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TENANT_SCOPE_UNSPECIFIED: _ClassVar[TenantScope]
+    TENANT_SCOPE_PRIVATE: _ClassVar[TenantScope]
+    TENANT_SCOPE_SHARED: _ClassVar[TenantScope]
+TENANT_CLASS_UNSPECIFIED: TenantClass
+TENANT_CLASS_PREMIUM: TenantClass
+TENANT_CLASS_STANDARD: TenantClass
+TENANT_CLASS_BASIC: TenantClass
+TENANT_SCOPE_UNSPECIFIED: TenantScope
+TENANT_SCOPE_PRIVATE: TenantScope
+TENANT_SCOPE_SHARED: TenantScope
 
 class GetStatusRequest(_message.Message):
     __slots__ = ()
@@ -36,20 +57,45 @@ class TierStatus(_message.Message):
     def __init__(self, tier: _Optional[_Union[_kvtier_pb2.Tier, str]] = ..., capacity_bytes: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., copies: _Optional[int] = ..., dirty_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., path: _Optional[str] = ..., suspended: _Optional[str] = ..., configured_bytes: _Optional[int] = ...) -> None: ...
 
 class TenantStatus(_message.Message):
-    __slots__ = ("tenant", "blocks", "used_bytes", "quota_bytes", "hits", "misses")
+    __slots__ = ("tenant", "blocks", "used_bytes", "quota_bytes", "hits", "misses", "limits", "tenant_class")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     QUOTA_BYTES_FIELD_NUMBER: _ClassVar[int]
     HITS_FIELD_NUMBER: _ClassVar[int]
     MISSES_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_CLASS_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     blocks: int
     used_bytes: _containers.RepeatedScalarFieldContainer[int]
     quota_bytes: _containers.RepeatedScalarFieldContainer[int]
     hits: int
     misses: int
-    def __init__(self, tenant: _Optional[str] = ..., blocks: _Optional[int] = ..., used_bytes: _Optional[_Iterable[int]] = ..., quota_bytes: _Optional[_Iterable[int]] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ...) -> None: ...
+    limits: _containers.RepeatedCompositeFieldContainer[TenantTier]
+    tenant_class: TenantClass
+    def __init__(self, tenant: _Optional[str] = ..., blocks: _Optional[int] = ..., used_bytes: _Optional[_Iterable[int]] = ..., quota_bytes: _Optional[_Iterable[int]] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., limits: _Optional[_Iterable[_Union[TenantTier, _Mapping]]] = ..., tenant_class: _Optional[_Union[TenantClass, str]] = ...) -> None: ...
+
+class TenantTier(_message.Message):
+    __slots__ = ("tier", "quota_bytes", "reserve_bytes", "used_bytes", "evictions")
+    class EvictionsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    QUOTA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    tier: _kvtier_pb2.Tier
+    quota_bytes: int
+    reserve_bytes: int
+    used_bytes: int
+    evictions: _containers.ScalarMap[str, int]
+    def __init__(self, tier: _Optional[_Union[_kvtier_pb2.Tier, str]] = ..., quota_bytes: _Optional[int] = ..., reserve_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., evictions: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class SessionStatus(_message.Message):
     __slots__ = ("id", "client_name", "tenant", "model", "fingerprint", "processes", "tickets", "ticket_bytes", "age_s", "pid")
@@ -308,3 +354,125 @@ class UnpinBlocksRequest(_message.Message):
 class UnpinBlocksResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class Amount(_message.Message):
+    __slots__ = ("bytes", "share", "unlimited")
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    UNLIMITED_FIELD_NUMBER: _ClassVar[int]
+    bytes: int
+    share: float
+    unlimited: bool
+    def __init__(self, bytes: _Optional[int] = ..., share: _Optional[float] = ..., unlimited: bool = ...) -> None: ...
+
+class OwnTtl(_message.Message):
+    __slots__ = ("seconds", "never", "of_tier")
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    NEVER_FIELD_NUMBER: _ClassVar[int]
+    OF_TIER_FIELD_NUMBER: _ClassVar[int]
+    seconds: float
+    never: bool
+    of_tier: bool
+    def __init__(self, seconds: _Optional[float] = ..., never: bool = ..., of_tier: bool = ...) -> None: ...
+
+class TierLimits(_message.Message):
+    __slots__ = ("quota", "reserve", "ttl")
+    QUOTA_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_FIELD_NUMBER: _ClassVar[int]
+    TTL_FIELD_NUMBER: _ClassVar[int]
+    quota: Amount
+    reserve: Amount
+    ttl: OwnTtl
+    def __init__(self, quota: _Optional[_Union[Amount, _Mapping]] = ..., reserve: _Optional[_Union[Amount, _Mapping]] = ..., ttl: _Optional[_Union[OwnTtl, _Mapping]] = ...) -> None: ...
+
+class TenantLimits(_message.Message):
+    __slots__ = ("hbm", "cpu", "nvme", "tenant_class", "scope", "write_budget_share")
+    HBM_FIELD_NUMBER: _ClassVar[int]
+    CPU_FIELD_NUMBER: _ClassVar[int]
+    NVME_FIELD_NUMBER: _ClassVar[int]
+    TENANT_CLASS_FIELD_NUMBER: _ClassVar[int]
+    SCOPE_FIELD_NUMBER: _ClassVar[int]
+    WRITE_BUDGET_SHARE_FIELD_NUMBER: _ClassVar[int]
+    hbm: TierLimits
+    cpu: TierLimits
+    nvme: TierLimits
+    tenant_class: TenantClass
+    scope: TenantScope
+    write_budget_share: float
+    def __init__(self, hbm: _Optional[_Union[TierLimits, _Mapping]] = ..., cpu: _Optional[_Union[TierLimits, _Mapping]] = ..., nvme: _Optional[_Union[TierLimits, _Mapping]] = ..., tenant_class: _Optional[_Union[TenantClass, str]] = ..., scope: _Optional[_Union[TenantScope, str]] = ..., write_budget_share: _Optional[float] = ...) -> None: ...
+
+class ListTenantsRequest(_message.Message):
+    __slots__ = ("tenant", "page_size", "page_token")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    page_size: int
+    page_token: str
+    def __init__(self, tenant: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+
+class TenantInfo(_message.Message):
+    __slots__ = ("tenant", "limits", "tiers", "source", "blocks", "hits", "misses", "sessions", "problem")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    MISSES_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    limits: TenantLimits
+    tiers: _containers.RepeatedCompositeFieldContainer[TenantTier]
+    source: str
+    blocks: int
+    hits: int
+    misses: int
+    sessions: int
+    problem: str
+    def __init__(self, tenant: _Optional[str] = ..., limits: _Optional[_Union[TenantLimits, _Mapping]] = ..., tiers: _Optional[_Iterable[_Union[TenantTier, _Mapping]]] = ..., source: _Optional[str] = ..., blocks: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., sessions: _Optional[int] = ..., problem: _Optional[str] = ...) -> None: ...
+
+class ListTenantsResponse(_message.Message):
+    __slots__ = ("tenants", "next_page_token")
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    tenants: _containers.RepeatedCompositeFieldContainer[TenantInfo]
+    next_page_token: str
+    def __init__(self, tenants: _Optional[_Iterable[_Union[TenantInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class SetTenantRequest(_message.Message):
+    __slots__ = ("tenant", "limits", "reset")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    RESET_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    limits: TenantLimits
+    reset: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, tenant: _Optional[str] = ..., limits: _Optional[_Union[TenantLimits, _Mapping]] = ..., reset: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class SetTenantResponse(_message.Message):
+    __slots__ = ("tenant", "kept")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
+    tenant: TenantInfo
+    kept: bool
+    def __init__(self, tenant: _Optional[_Union[TenantInfo, _Mapping]] = ..., kept: bool = ...) -> None: ...
+
+class RemoveTenantRequest(_message.Message):
+    __slots__ = ("tenant", "evict", "force")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    EVICT_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    evict: bool
+    force: bool
+    def __init__(self, tenant: _Optional[str] = ..., evict: bool = ..., force: bool = ...) -> None: ...
+
+class RemoveTenantResponse(_message.Message):
+    __slots__ = ("evicted", "configured")
+    EVICTED_FIELD_NUMBER: _ClassVar[int]
+    CONFIGURED_FIELD_NUMBER: _ClassVar[int]
+    evicted: int
+    configured: bool
+    def __init__(self, evicted: _Optional[int] = ..., configured: bool = ...) -> None: ...

@@ -90,6 +90,21 @@ class KvTierAdminServiceStub(object):
                 request_serializer=kvtierd_dot_v1_dot_admin__pb2.UnpinBlocksRequest.SerializeToString,
                 response_deserializer=kvtierd_dot_v1_dot_admin__pb2.UnpinBlocksResponse.FromString,
                 _registered_method=True)
+        self.ListTenants = channel.unary_unary(
+                '/kvtierd.v1.KvTierAdminService/ListTenants',
+                request_serializer=kvtierd_dot_v1_dot_admin__pb2.ListTenantsRequest.SerializeToString,
+                response_deserializer=kvtierd_dot_v1_dot_admin__pb2.ListTenantsResponse.FromString,
+                _registered_method=True)
+        self.SetTenant = channel.unary_unary(
+                '/kvtierd.v1.KvTierAdminService/SetTenant',
+                request_serializer=kvtierd_dot_v1_dot_admin__pb2.SetTenantRequest.SerializeToString,
+                response_deserializer=kvtierd_dot_v1_dot_admin__pb2.SetTenantResponse.FromString,
+                _registered_method=True)
+        self.RemoveTenant = channel.unary_unary(
+                '/kvtierd.v1.KvTierAdminService/RemoveTenant',
+                request_serializer=kvtierd_dot_v1_dot_admin__pb2.RemoveTenantRequest.SerializeToString,
+                response_deserializer=kvtierd_dot_v1_dot_admin__pb2.RemoveTenantResponse.FromString,
+                _registered_method=True)
 
 
 class KvTierAdminServiceServicer(object):
@@ -173,6 +188,27 @@ class KvTierAdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListTenants(self, request, context):
+        """ListTenants reads tenants with their limits and what they use, page by page.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetTenant(self, request, context):
+        """SetTenant changes some limits of a tenant; the others stay. They hold at once, and over a restart.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemoveTenant(self, request, context):
+        """RemoveTenant takes away what SetTenant has set, so that the configuration's limits hold again, or none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KvTierAdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -230,6 +266,21 @@ def add_KvTierAdminServiceServicer_to_server(servicer, server):
                     servicer.UnpinBlocks,
                     request_deserializer=kvtierd_dot_v1_dot_admin__pb2.UnpinBlocksRequest.FromString,
                     response_serializer=kvtierd_dot_v1_dot_admin__pb2.UnpinBlocksResponse.SerializeToString,
+            ),
+            'ListTenants': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListTenants,
+                    request_deserializer=kvtierd_dot_v1_dot_admin__pb2.ListTenantsRequest.FromString,
+                    response_serializer=kvtierd_dot_v1_dot_admin__pb2.ListTenantsResponse.SerializeToString,
+            ),
+            'SetTenant': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetTenant,
+                    request_deserializer=kvtierd_dot_v1_dot_admin__pb2.SetTenantRequest.FromString,
+                    response_serializer=kvtierd_dot_v1_dot_admin__pb2.SetTenantResponse.SerializeToString,
+            ),
+            'RemoveTenant': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveTenant,
+                    request_deserializer=kvtierd_dot_v1_dot_admin__pb2.RemoveTenantRequest.FromString,
+                    response_serializer=kvtierd_dot_v1_dot_admin__pb2.RemoveTenantResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -530,6 +581,87 @@ class KvTierAdminService(object):
             '/kvtierd.v1.KvTierAdminService/UnpinBlocks',
             kvtierd_dot_v1_dot_admin__pb2.UnpinBlocksRequest.SerializeToString,
             kvtierd_dot_v1_dot_admin__pb2.UnpinBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListTenants(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtierd.v1.KvTierAdminService/ListTenants',
+            kvtierd_dot_v1_dot_admin__pb2.ListTenantsRequest.SerializeToString,
+            kvtierd_dot_v1_dot_admin__pb2.ListTenantsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetTenant(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtierd.v1.KvTierAdminService/SetTenant',
+            kvtierd_dot_v1_dot_admin__pb2.SetTenantRequest.SerializeToString,
+            kvtierd_dot_v1_dot_admin__pb2.SetTenantResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveTenant(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtierd.v1.KvTierAdminService/RemoveTenant',
+            kvtierd_dot_v1_dot_admin__pb2.RemoveTenantRequest.SerializeToString,
+            kvtierd_dot_v1_dot_admin__pb2.RemoveTenantResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -22,6 +22,12 @@ Kvtierd = Callable[..., Result]
 status_module = importlib.import_module("kvtierd.cli.status")
 
 
+LIMITS = [
+    admin_pb2.TenantTier(tier=kvtier_pb2.TIER_CPU, quota_bytes=4, reserve_bytes=1, evictions={"quota": 2}),
+    admin_pb2.TenantTier(tier=kvtier_pb2.TIER_NVME),
+]
+
+
 def answer(**changes: Any) -> admin_pb2.GetStatusResponse:
     found = admin_pb2.GetStatusResponse(
         boot_epoch=5,
@@ -32,7 +38,11 @@ def answer(**changes: Any) -> admin_pb2.GetStatusResponse:
             admin_pb2.TierStatus(tier=kvtier_pb2.TIER_CPU, capacity_bytes=2**30, used_bytes=2**29, copies=12, path="memfd"),
             admin_pb2.TierStatus(tier=kvtier_pb2.TIER_NVME, capacity_bytes=2**32, path="o_direct", suspended="I/O errors"),
         ],
-        tenants=[admin_pb2.TenantStatus(tenant="acme", blocks=3, used_bytes=[0, 1, 2], quota_bytes=[0, 4, 5], hits=3, misses=1)],
+        tenants=[
+            admin_pb2.TenantStatus(
+                tenant="acme", blocks=3, used_bytes=[0, 1, 2], quota_bytes=[0, 4, 5], hits=3, misses=1, limits=LIMITS
+            )
+        ],
         sessions=[admin_pb2.SessionStatus(id="s1", client_name="vllm-0", tenant="acme", model="m", pid=42, age_s=1)],
         counters={"kvtierd_hits_total": 3.0, "kvtierd_misses_total": 0.0},
     )
@@ -57,12 +67,16 @@ def test_json_has_everything(admin: Any, kvtierd: Kvtierd) -> None:
     assert data["tiers"][0]["tier"] == "cpu"
     assert data["tiers"][1]["suspended"] == "I/O errors"
     assert data["tenants"][0]["used_bytes"] == {"hbm": 0, "cpu": 1, "nvme": 2}
+    quotas = {tier: limit["quota_bytes"] for tier, limit in data["tenants"][0]["limits"].items()}
+    assert quotas == {"cpu": 4, "nvme": None}, "none and nothing differ"
+    assert data["tenants"][0]["tenant_class"] == "standard"
     assert data["sessions"][0]["pid"] == 42
     assert data["counters"] == {"kvtierd_hits_total": 3.0, "kvtierd_misses_total": 0.0}
     for message, shown in (
         (admin_pb2.GetStatusResponse.DESCRIPTOR, data),
         (admin_pb2.TierStatus.DESCRIPTOR, data["tiers"][0]),
         (admin_pb2.TenantStatus.DESCRIPTOR, data["tenants"][0]),
+        (admin_pb2.TenantTier.DESCRIPTOR, data["tenants"][0]["limits"]["cpu"] | {"tier": "its key"}),
     ):
         assert {f.name for f in message.fields} == set(shown), "a new field of the protocol is not shown"
 
