@@ -240,23 +240,28 @@ class Demoter:
     def _shrink_one(self, now: float, tenant: Tenant, tier: Tier, start: _Starter) -> bool:
         """Forget or write down the oldest copy of a tenant that nobody uses. False when there is none, or it has to wait."""
         state = self._state
-        spare, dirty = state.turns.tails(tenant, tier)
-        first = spare.first()
-        if first is not None:
-            copy = first[1].orders[tier].next_spare()
+        spare, dirty = (heap.first() for heap in state.turns.tails(tenant, tier))
+        if spare is not None and (dirty is None or spare[0] <= dirty[0]):
+            copy = spare[1].orders[tier].next_spare()
             assert copy is not None
             state.evict(now, copy, "quota")
             return True
-        first = dirty.first()
-        if first is None:
+        if dirty is None:
             return False
-        realm = first[1]
+        realm = dirty[1]
         copy = realm.orders[tier].next_dirty()
         assert copy is not None
-        if not (realm.writable and state.turns.fits_below(realm, tier)) or state.refusal(now, copy):
-            state.evict(now, copy, "quota")
-            return True
-        return not self.is_full and state.turns.can_demote(realm, tier, now) and start(copy, "quota", drop=True)
+        turns = state.turns
+        may_go = realm.writable and realm not in turns.paused and turns.fits_below(realm, tier) and not state.refusal(now, copy)
+        if may_go:
+            if self.is_full or not turns.takes_writes(turns.lower(tier), now):
+                return False
+            if start(copy, "quota", drop=True):
+                return True
+            if realm not in turns.paused:
+                return False  # there is room soon
+        state.evict(now, copy, "quota")
+        return True
 
 
 def _excess_bytes(tenant: Tenant, tier: Tier) -> int:

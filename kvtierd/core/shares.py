@@ -27,6 +27,8 @@ from kvtierd.core.realm import Tenant
 from kvtierd.core.settings import CoreConfig
 from kvtierd.model import Tier
 
+NOTHING_MORE: Final = 1 << 62
+"""Bytes that nobody holds."""
 MAX_BASIC: Final = 4
 """Basic tenants that are looked at for one that can give something up."""
 WANT_S: Final = 60.0
@@ -58,7 +60,7 @@ class Shares:
         self._basic: tuple[dict[Tenant, None], ...] = ({}, {}, {})
         """By tier: basic tenants that hold something, or held it lately."""
         self._wanting: tuple[dict[Claim, dict[Tenant, float]], ...] = tuple({c: {} for c in Claim} for _ in Tier)
-        """By tier and claim: who has been waiting for room since when, the latest last."""
+        """By tier and claim: who has been waiting for room since when, the latest last; none that is CONFINED."""
         self._reserved: tuple[set[Tenant], ...] = (set(), set(), set())
         """By tier: tenants that have a reserve."""
 
@@ -66,12 +68,15 @@ class Shares:
         """A tenant's share of a tier when others want the rest."""
         return max(self._share_bytes[tier], tenant.limits.reserve_bytes[tier])
 
+    def _listen(self, tenant: Tenant, tier: Tier) -> None:
+        """Hear of a tenant's growth from where it matters on."""
+        basic = tenant.limits.tenant_class is TenantClass.BASIC
+        tenant.notable_bytes[tier] = -1 if basic else tenant.limits.reserve_bytes[tier] or self.share_bytes(tenant, tier)
+
     def limited(self, tenant: Tenant) -> None:
         """A tenant is new, or its limits have changed."""
-        basic = tenant.limits.tenant_class is TenantClass.BASIC
         for tier in Tier:
-            share = self.share_bytes(tenant, tier)
-            tenant.notable_bytes[tier] = -1 if basic else tenant.limits.reserve_bytes[tier] or share
+            self._listen(tenant, tier)
             self._basic[tier].pop(tenant, None)
             self._above[tier].pop(tenant, None)
             self._reserved[tier].discard(tenant)
@@ -82,10 +87,15 @@ class Shares:
 
     def grew(self, tenant: Tenant, tier: Tier) -> None:
         """A tenant holds more than its ``notable_bytes`` of a tier."""
-        if tenant.used_bytes[tier] > self.share_bytes(tenant, tier):
+        limits = tenant.limits
+        is_above = tenant.used_bytes[tier] > self.share_bytes(tenant, tier)
+        is_basic = limits.tenant_class is TenantClass.BASIC
+        if is_above:
             self._above[tier][tenant] = None
-        if tenant.limits.tenant_class is TenantClass.BASIC:
+        if is_basic:
             self._basic[tier][tenant] = None
+        if is_above and not limits.reserve_bytes[tier]:
+            tenant.notable_bytes[tier] = NOTHING_MORE  # it is known wherever it has to be
 
     def claim(self, tenant: Tenant, tier: Tier, need_bytes: int) -> Claim:
         """By what right a tenant asks for so much more."""
@@ -98,18 +108,22 @@ class Shares:
 
     def wants(self, now: float, tenant: Tenant, tier: Tier, claim: Claim) -> None:
         """A tenant asks for room that is not there."""
+        assert claim is not Claim.CONFINED, "nobody has to wait for those"
         self.has_grown(tenant, tier)
         self._wanting[tier][claim][tenant] = now
 
     def has_grown(self, tenant: Tenant, tier: Tier) -> None:
         """A tenant has got new room."""
         for waiting in self._wanting[tier].values():
-            waiting.pop(tenant, None)
+            if tenant in waiting:
+                del waiting[tenant]
 
     def may_grow(self, now: float, tenant: Tenant, tier: Tier, claim: Claim) -> bool:
         """False while free room is for another tenant, whose claim is stronger."""
         for stronger in STRONGER[claim]:
             waiting = self._wanting[tier][stronger]
+            if not waiting:
+                continue
             latest = next((other for other in reversed(waiting) if other is not tenant), None)
             if latest is not None:
                 if waiting[latest] >= now - WANT_S:
@@ -124,6 +138,7 @@ class Shares:
             over = tenant.used_bytes[tier] - self.share_bytes(tenant, tier)
             if over <= 0:
                 del self._above[tier][tenant]
+                self._listen(tenant, tier)
             elif over > most and tenant is not but:
                 found, most = tenant, over
         return found
@@ -131,9 +146,12 @@ class Shares:
     def basic(self, tier: Tier) -> list[Tenant]:
         """Some basic tenants that hold something on a tier, of those who came first. Forgets those that do not any more."""
         found: list[Tenant] = []
+        if not self._basic[tier]:
+            return found
         for tenant in list(itertools.islice(self._basic[tier], 2 * MAX_BASIC)):
             if not tenant.used_bytes[tier]:
                 del self._basic[tier][tenant]
+                self._listen(tenant, tier)
             elif len(found) < MAX_BASIC:
                 found.append(tenant)
         return found

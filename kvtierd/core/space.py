@@ -23,6 +23,7 @@ from kvtierd.core.state import CoreState
 from kvtierd.errors import Reason
 from kvtierd.model import Tier
 
+_NOBODY: Final = (None, 0.0)
 ANY_AGE_S: Final = float("inf")
 IN_VAIN_S: Final = 0.1
 """How long a tenant that may take room of a few only does not look again after it found none of theirs."""
@@ -92,15 +93,20 @@ class Space:
         wanted = Counter(groups) if len(groups) > 1 else {groups[0]: 1}
         short = [(group, missing) for group, count in wanted.items() if (missing := group.missing(count))]
         if short:
-            shares, tenant = self._state.shares, realm.tenant
-            claim = shares.claim(tenant, tier, realm.tier_bytes[tier])
-            if not (shares.may_grow(now, tenant, tier, claim) and pool.grow(short, now)):
-                shares.wants(now, tenant, tier, claim)
-                return short[0][0]
-            shares.has_grown(tenant, tier)
+            first, count = short[0]
+            is_full = (
+                pool.reserved_bytes + first.slot_bytes * count > pool.capacity_bytes
+            )  # most often, and then nothing else counts
+            if is_full or not (self._may_grow(now, tier, realm) and pool.grow(short, now)):
+                return first
+            self._state.shares.has_grown(realm.tenant, tier)
         taken = tuple(pool.take(group) for group in groups)
         self._state.take_pool_commands(tier)
         return taken
+
+    def _may_grow(self, now: float, tier: Tier, realm: Realm) -> bool:
+        shares, tenant = self._state.shares, realm.tenant
+        return shares.may_grow(now, tenant, tier, shares.claim(tenant, tier, realm.tier_bytes[tier]))
 
     def _make_quota(self, now: float, tier: Tier, tenant: Tenant, need: int, quota: int, source: Copy | None) -> Reason | None:
         """Push out the tenant's own oldest copies until a block fits its quota; None when it does."""
@@ -177,8 +183,12 @@ class Space:
         state = self._state
         pool = state.pools[tier]
         claim = state.shares.claim(realm.tenant, tier, realm.tier_bytes[tier])
+        if claim is not Claim.CONFINED:  # nobody has to wait for those
+            state.shares.wants(now, realm.tenant, tier, claim)
         victim, by_age = self._nvme_victim(now, realm, claim) if tier is Tier.NVME else (self._victim(now, tier, realm), True)
-        if now >= pool.growth_blocked_until_s and pool.may_ask(now):
+        last, until_s = self._in_vain.get(tier, _NOBODY)
+        in_vain = last is realm and now < until_s and victim is not None and not pool.empty
+        if not in_vain and now >= pool.growth_blocked_until_s and pool.may_ask(now):
             self._ask_extent(now, tier, realm, group, victim, source, claim)
         if pool.retiring and tier is Tier.NVME:
             return Reason.BUSY  # files go at once: there is room as soon as the shell has run the command
@@ -246,9 +256,6 @@ class Space:
         if tenant.limits.tenant_class is not TenantClass.BASIC:
             found = next((e for basic in shares.basic(tier) if (e := coldest_of(basic)) is not None), None)
         if found is None and claim is Claim.CONFINED:
-            last, until_s = self._in_vain.get(tier, (None, 0.0))
-            if has_victim and last is realm and now < until_s:
-                return None
             found = pool.coldest_extent(now, before_s, gives_way, most)
             if found is None and has_victim:
                 self._in_vain[tier] = (realm, now + IN_VAIN_S)

@@ -190,8 +190,9 @@ class CoreState:
         block.realm.presence.changed(block.key)
         if self.changes is not None:
             self.changes.append(Change(block.realm, block.key, tier, False))
-        self.counts.evictions[(tier, why)] += 1
-        block.realm.tenant.evictions[(tier, why)] += 1
+        cause = (tier, why)
+        self.counts.evictions[cause] += 1
+        block.realm.tenant.evictions[cause] += 1
         if tier is Tier.NVME:
             block.prefix = None  # writing it again is decided anew
             self.commands.append(Forget(block.realm.realm_id, block.key, copy.generation, copy.all_slots()))

@@ -326,6 +326,26 @@ def test_a_cut_quota_is_drained_gradually(below: bool) -> None:
     assert shell.wait(100.0) < 200, "it comes to rest"
 
 
+def test_a_cut_goes_on_where_nothing_below_takes_what_is_too_much() -> None:
+    """Goal: a tenant comes down to its quota even if the tier below has room for newer blocks of it only.
+
+    Method: a quota of two blocks on NVMe, which two blocks have that were used last; then CPU memory is cut to three.
+    """
+    shell = Shell(config(cpu=64 * BLOCK, extent=8 * BLOCK), {"t": Limits((None, None, 4 * BLOCK))})
+    engine = Engine(shell, "t")
+    engine.use(1, 2)
+    shell.drain()
+    shell.finish_all()
+    shell.drain(on=False)
+    engine.use(3, 4, 5, 6, 1, 2)
+    shell.core.set_limits(shell.now, "t", Limits((None, 3 * BLOCK, 4 * BLOCK)))
+    shell.wait(5.0)
+    shell.finish_all()
+    shell.wait(5.0)
+    assert [n for n in range(1, 7) if "c" in shell.tiers(engine.realm, key_of(n))] == [1, 2, 6]
+    shell.check()
+
+
 def test_limits_change_while_sessions_go_on() -> None:
     """Goal: each limit holds from its change on, for tenants that are there and for those that come later; open tickets end well.
 
