@@ -51,11 +51,12 @@ class Checker:
             assert sum(sizes.values()) <= limit, f"files take {sum(sizes.values())} bytes, {limit} are allowed: {sizes}"
         for tenant in core.state.tenants.values():
             for tier in core.state.tiers:
-                quota = tenant.quota_bytes[tier]
-                if not quota:
-                    continue
+                quota = tenant.limits.quota(tier)
                 used = tenant.used_bytes[tier]
                 place = (tenant.name, tier)
+                if quota is None:
+                    self._allowed.pop(place, None)
+                    continue
                 allowed = max(quota, self._allowed.get(place, used))
                 assert used <= allowed, f"tenant {tenant.name} has {used} bytes on {tier.name}, its quota is {quota}"
                 self._allowed[place] = max(quota, used)

@@ -10,9 +10,10 @@ from typing import Any, Final
 from kvtierd.config import Config
 from kvtierd.core.block import CopyState
 from kvtierd.core.realm import Realm
-from kvtierd.core.saves import HELD
+from kvtierd.core.saves import HELD, WHOLE, Request
 from kvtierd.core.stats import StoryEvent
 from kvtierd.core.tickets import SaveGrant
+from kvtierd.errors import RequestError
 from kvtierd.model import PAGE_BYTES, Namespace, Result, Tier
 from kvtierd.runtime.runtime import Runtime
 from kvtierd.runtime.sessions import Attached
@@ -26,6 +27,7 @@ from kvtierd.testing.simulation.syscalls import SimOs
 from kvtierd.testing.simulation.threads import ProcessDies, World
 from kvtierd.transfer.executor import MoveReport
 
+KIB: Final = 1024
 IDLE_S: Final = 600.0
 MAX_IDLE_TICKS: Final = 1200
 """In ``IDLE_S`` in which nothing happens."""
@@ -107,9 +109,11 @@ class Process:
                 raise OSError(errno.EMFILE, "simulated: no descriptor is left")
             create(*args)
 
-        def noted_grant(attached: Attached, realm: Realm, keys: list[bytes], ttl_s: float | None) -> SaveGrant:
+        def noted_grant(
+            attached: Attached, realm: Realm, keys: list[bytes], ttl_s: float | None, request: Request = WHOLE
+        ) -> SaveGrant:
             # A save that waits for room asks again and again, and what it finds held lives longer each time.
-            answer = grant(attached, realm, keys, ttl_s)
+            answer = grant(attached, realm, keys, ttl_s, request)
             for key, outcome in zip(keys, answer.outcomes, strict=True):
                 if outcome == HELD:
                     self.contents.held(place_of(realm, key), ttl_s)
@@ -176,7 +180,7 @@ class Process:
         draw = self.world.random
         await self.start()
         flusher = asyncio.get_running_loop().create_task(self.runtime.flush_forever())
-        running = [asyncio.get_running_loop().create_task(self._administer())]
+        running = [asyncio.get_running_loop().create_task(self._administer(tenants))]
         for _ in range(clients):
             self._clients += 1
             client = Client(self, self._clients, draw.choice(tenants), draw.choice(namespaces))
@@ -243,7 +247,7 @@ class Process:
             if block.nvme is not None and block.nvme.state is CopyState.READY
         ]
 
-    async def _administer(self) -> None:
+    async def _administer(self, tenants: list[str]) -> None:
         """What operators do under load."""
         draw = self.world.random
         for _ in range(draw.choice([0, 1, 4])):
@@ -254,11 +258,33 @@ class Process:
                 await self.runtime.drain(timeout_s, resume=True)
                 assert self.world.now <= began_s + timeout_s + 1.5, "a drain ends in time"
                 continue
+            if draw.random() < 0.4:
+                await self._limit(draw.choice(tenants))
+                continue
             self.world.note("checkpoint")
             try:
                 await self.runtime.checkpoint()
             except OSError as e:
                 self.world.note(f"no checkpoint: {e}")
+
+    async def _limit(self, tenant: str) -> None:
+        """Change what a tenant may use, while it does."""
+        draw = self.world.random
+        changes: dict[str, Any] = {
+            "class": draw.choice(["standard", "basic", "premium"]),
+            "cpu_quota": draw.choice([None, 0, 32 * KIB, 64 * KIB]),
+            "nvme_quota": draw.choice([None, 0, 64 * KIB, 256 * KIB]),
+            "cpu_reserve": 0,
+            "cpu_ttl": draw.choice([None, 0.5, "never"]),
+            "write_budget_share": draw.choice([0.0, 0.5, 1.0]),
+        }
+        if changes["class"] == "premium" and changes["cpu_quota"] is None:
+            changes["cpu_reserve"] = 32 * KIB
+        self.world.note(f"limits of {tenant}: {changes}")
+        try:
+            await self.runtime.set_tenant(tenant, changes)
+        except RequestError as e:
+            self.world.note(f"not changed: {e}")
 
     async def stop(self) -> None:
         """Drain and end in good order."""

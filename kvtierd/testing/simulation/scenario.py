@@ -103,8 +103,8 @@ def _config(draw: random.Random, scenario: Scenario, base: dict[str, Any], capac
     arc = draw.random() < 0.2
     quotas = {
         name: TenantConfig(
-            cpu_quota=draw.choice([0, 64 * KIB, 128 * KIB]),
-            nvme_quota=draw.choice([0, 0, 128 * KIB, 256 * KIB]),
+            cpu_quota=draw.choice([None, 64 * KIB, 128 * KIB]),
+            nvme_quota=draw.choice([None, None, 128 * KIB, 256 * KIB]),
             cpu_ttl=draw.choice([None, 1.0]),
         )
         for name in scenario.tenants
