@@ -85,6 +85,8 @@ class _AsyncFile:
 
     async def __aexit__(self, *error: object) -> None:
         assert self._file is not None
+        if error[0] is GeneratorExit:
+            return  # the process was killed: nothing runs any more that could close it
         await asyncio.to_thread(self._file.__exit__, *error)
 
     async def write(self, data: bytes) -> int:
