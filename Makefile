@@ -110,6 +110,8 @@ proto-baseline: $(DEV) ## record proto/ as the released protocol that later chan
 docs: $(DEV) ## make the reference pages from the code again
 	$(BIN)/python -m kvtierd.service.metrics_reference > docs/metrics.md.new
 	mv docs/metrics.md.new docs/metrics.md
+	$(BIN)/python -m kvtierd.service.config_reference > docs/configuration.md.new
+	mv docs/configuration.md.new docs/configuration.md
 
 bench: $(BASE) ## measure this machine: kvtierd bench
 	$(BIN)/kvtierd bench $(BENCH_ARGS)

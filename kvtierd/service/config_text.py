@@ -13,7 +13,7 @@ from kvtierd.config import Config, Duration, OptionalDuration, Size, TenantConfi
 from kvtierd.tenant_config import Amount
 from kvtierd.units import Share
 
-__all__ = ["config_json", "config_toml", "reference_toml"]
+__all__ = ["config_json", "config_toml", "kind_of", "reference_toml", "value_text"]
 
 _SIZE_STEPS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 _DURATION_STEPS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
@@ -54,7 +54,7 @@ def reference_toml() -> str:
         holder: Any = TenantConfig() if parent == "tenants.NAME" else getattr(default, parent)
         variable = "" if parent == "tenants.NAME" else f" [KVTIERD_{path.replace('.', '_').upper()}]"
         lines.append(f"# {info.description}{variable}")
-        value = _value(name, _held(holder, name), info)
+        value = value_text(name, _held(holder, name), info)
         lines.append(f"#{name} = {value}" if value is not None else f"#{name} =   # not set")
     return "\n".join(lines) + "\n"
 
@@ -69,7 +69,7 @@ def _section_head(parent: str) -> list[str]:
 
 def _items(section: BaseModel) -> Iterator[str]:
     for name, info in type(section).model_fields.items():
-        value = _value(name, getattr(section, name), info)
+        value = value_text(name, getattr(section, name), info)
         if value is not None:
             yield f"{info.alias or name} = {value}"
 
@@ -79,9 +79,9 @@ def _held(holder: BaseModel, key: str) -> object:
     return getattr(holder, next((name for name, info in type(holder).model_fields.items() if info.alias == key), key))
 
 
-def _value(name: str, value: object, info: Any) -> str | None:
+def value_text(name: str, value: object, info: Any) -> str | None:
     """TOML text of a field's value; None when TOML cannot say it because it is not set."""
-    kind = _kind(name, info)
+    kind = kind_of(name, info)
     if value is None:
         # A tier without a TTL says so; a tenant without its own takes the tier's, which leaving it out says.
         return '"never"' if name == "ttl" else None
@@ -103,7 +103,8 @@ def _value(name: str, value: object, info: Any) -> str | None:
     return _string(str(value))
 
 
-def _kind(name: str, info: Any) -> str:
+def kind_of(name: str, info: Any) -> str:
+    """``size``, ``duration``, ``ttl`` or ``mode``; empty for a field that is read as it is."""
     # pydantic unpacks Annotated: what is left of a size or a duration is the function that reads it.
     readers = {getattr(m, "func", None) for m in info.metadata}
     for kind, alias in (("size", Size), ("duration", Duration), ("ttl", OptionalDuration), ("amount", Amount)):
