@@ -33,7 +33,7 @@ DEMO_ARGS ?=
 BENCH_ARGS ?=
 TEST_ARGS ?=
 
-.PHONY: help venv demo test simulate test-slow test-helm test-prometheus test-vllm test-vllm-oldest lint format proto proto-check proto-baseline docs bench bench-peers build clean
+.PHONY: help venv demo test simulate test-slow test-helm test-prometheus test-vllm test-vllm-oldest lint format proto proto-check proto-baseline docs chart bench bench-peers build clean
 
 help: ## show this list
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)$$/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -112,6 +112,10 @@ docs: $(DEV) ## make the reference pages from the code again
 	mv docs/metrics.md.new docs/metrics.md
 	$(BIN)/python -m kvtierd.service.config_reference > docs/configuration.md.new
 	mv docs/configuration.md.new docs/configuration.md
+
+chart: ## copy rules and dashboard into the Helm chart again
+	cp deploy/prometheus/rules.yaml helm/kvtierd/files/rules.yaml
+	cp deploy/grafana/kvtierd.json helm/kvtierd/files/dashboard.json
 
 bench: $(BASE) ## measure this machine: kvtierd bench
 	$(BIN)/kvtierd bench $(BENCH_ARGS)

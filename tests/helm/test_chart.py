@@ -1,34 +1,44 @@
 """Goal: the chart makes manifests that Kubernetes accepts and a configuration that the daemon accepts, or says why not.
 
-Method: several sets of values are rendered by Helm's own library; each manifest is validated strictly against the schemas
-of an old and a new Kubernetes, the rendered kvtierd.toml is loaded by the daemon's own configuration code, and memory is
-compared with the tiers' sizes. Wrong values must be refused with the name of the culprit.
+Method: several sets of values are rendered by Helm's own library; each object is validated strictly (``rendering.validate``), the
+rendered kvtierd.toml is loaded by the daemon's own configuration code, and memory is compared with the tiers' sizes. Wrong
+values must be refused with the name of the culprit.
 """
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import helm_python
-import kubernetes_validate
 import pytest
 import yaml
 
-from kvtierd.config import Config, load_config, parse_size
+from kvtierd.config import Config, parse_size
+from tests.helm.rendering import (
+    CHART,
+    EXAMPLE,
+    ROOT,
+    check_daemon,
+    daemon_of,
+    kinds,
+    loaded,
+    memory_bytes,
+    mounts_of,
+    only,
+    render,
+)
 
 pytestmark = pytest.mark.slow
-
-ROOT = Path(__file__).resolve().parents[2]
-CHART = ROOT / "helm" / "kvtierd"
-KUBERNETES = ("1.29", "1.33")
-PATH_IN_CONTAINER = "/nvme/"
 
 DEFAULTS: dict[str, Any] = {}
 SMALL = {"cpu": {"capacity": "512MiB"}, "memoryOverhead": "1GiB", "nvme": {"capacity": "1GiB", "reserve": "0MiB"}}
 NO_NVME = {"nvme": {"capacity": "0GiB", "hostPaths": []}}
+BARE = {"nvme": {"capacity": "0GiB"}, "networkPolicy": {"enabled": True}, "updateStrategy": "OnDelete"}
+OPEN = {"listen": {"port": 9460, "insecure": True}, "gpu": {"enabled": True}}
 LARGE = {
     "image": {"repository": "registry.example/kvtierd", "digest": "sha256:" + "0" * 64},
     "imagePullSecrets": [{"name": "registry"}],
@@ -43,11 +53,26 @@ LARGE = {
     "drainTimeoutSeconds": 120,
     "config": {
         "cpu": {"ttl": "5min", "free_target": 0.25},
+        "policy": {"turn_bonus": "60s"},
         "server": {"max_sessions": 64, "socket_mode": 0o660},
         "log": {"json_lines": True},
-        "tenants": {"research": {"cpu_quota": "10GiB"}, "ops.team": {"nvme_ttl": "7d"}},
     },
-    "metrics": {"port": 9999, "serviceMonitor": {"enabled": True, "interval": "15s", "labels": {"release": "prometheus"}}},
+    "tenants": {"research": {"cpu_quota": "10GiB"}, "ops.team": {"nvme_ttl": "7d"}},
+    "listen": {"port": 9460},
+    "tls": {"secretName": "kvtierd-tls", "clientCA": True},
+    "metrics": {
+        "port": 9999,
+        "serviceMonitor": {"enabled": True, "interval": "15s", "labels": {"release": "prometheus"}},
+        "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}},
+        "dashboard": {"enabled": True, "annotations": {"grafana_folder": "LLM"}},
+    },
+    "networkPolicy": {
+        "enabled": True,
+        "metricsFrom": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}],
+        "apiFrom": [{"podSelector": {"matchLabels": {"app": "tool"}}}],
+        "egress": [{"to": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]}],
+    },
+    "podDisruptionBudget": {"enabled": True, "minAvailable": 3},
     "serviceAccount": {"annotations": {"example.com/owner": "ops"}},
     "podAnnotations": {"example.com/note": "1"},
     "podLabels": {"team": "inference"},
@@ -58,154 +83,261 @@ LARGE = {
     "priorityClassName": "system-node-critical",
     "maxUnavailable": "10%",
 }  # fmt: skip
-VALUES = {"defaults": DEFAULTS, "small": SMALL, "no-nvme": NO_NVME, "large": LARGE}
+VALUES = {"defaults": DEFAULTS, "small": SMALL, "no-nvme": NO_NVME, "bare": BARE, "open": OPEN, "large": LARGE}
+ALWAYS = ["ConfigMap", "DaemonSet", "Service", "ServiceAccount"]
 
 
 @pytest.fixture(scope="module")
 def chart() -> Iterator[helm_python.Chart]:
-    with helm_python.Chart.load(CHART) as loaded:
-        yield loaded
+    with helm_python.Chart.load(CHART) as made:
+        yield made
 
 
-def render(chart: helm_python.Chart, values: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Manifests by kind; the chart makes at most one of each."""
-    chart.validate_schema(values)
-    texts = chart.render(values, name="release", namespace="inference")
-    manifests = [m for path, text in texts.items() if path.endswith(".yaml") for m in yaml.safe_load_all(text) if m]
-    by_kind = {m["kind"]: m for m in manifests}
-    assert len(by_kind) == len(manifests)
-    return by_kind
-
-
-def rendered_config(manifests: dict[str, dict[str, Any]], folder: Path) -> Config:
-    path = folder / "kvtierd.toml"
-    path.write_text(manifests["ConfigMap"]["data"]["kvtierd.toml"])
-    return load_config(path, env={})
-
-
-def memory_bytes(quantity: str) -> int:
-    assert quantity.endswith("i"), quantity
-    return parse_size(quantity + "B")
+@pytest.mark.parametrize(
+    "name, more",
+    [
+        ("defaults", []),
+        ("small", []),
+        ("no-nvme", []),
+        ("bare", ["NetworkPolicy"]),
+        ("open", []),
+        ("large", ["ConfigMap", "NetworkPolicy", "PodDisruptionBudget", "PrometheusRule", "ServiceMonitor"]),
+    ],
+)
+def test_objects_are_valid_and_no_more_than_asked_for(chart: helm_python.Chart, name: str, more: list[str]) -> None:
+    assert kinds(render(chart, VALUES[name])) == sorted(ALWAYS + more)
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_manifests_are_valid(chart: helm_python.Chart, name: str) -> None:
+def test_pod_follows_from_the_tiers(chart: helm_python.Chart, name: str, tmp_path: Path) -> None:
     manifests = render(chart, VALUES[name])
-    expected = {"ConfigMap", "DaemonSet", "Service", "ServiceAccount"}
-    assert set(manifests) - {"ServiceMonitor"} == expected
-    for manifest in manifests.values():
-        assert manifest["metadata"]["namespace"] == "inference"
-        if manifest["kind"] in expected:
-            for version in KUBERNETES:
-                kubernetes_validate.validate(manifest, version, strict=True)
-
-
-@pytest.mark.parametrize("name", VALUES)
-def test_configuration_and_memory_follow_from_the_tiers(chart: helm_python.Chart, name: str, tmp_path: Path) -> None:
-    manifests = render(chart, VALUES[name])
-    config = rendered_config(manifests, tmp_path)
+    config = loaded(manifests, tmp_path)
     merged = chart.merge_values(VALUES[name])
-    pod = manifests["DaemonSet"]["spec"]["template"]["spec"]
-    [container] = pod["containers"]
+    pod = only(manifests, "DaemonSet")["spec"]["template"]["spec"]
+    check_daemon(pod, config)
+    container = daemon_of(pod)
+    assert container["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": container["livenessProbe"]["httpGet"]["port"]}
     assert config.cpu.capacity == parse_size(merged["cpu"]["capacity"])
     assert config.nvme.capacity == parse_size(merged["nvme"]["capacity"])
-    resources = container["resources"]
-    assert resources["limits"]["memory"] == resources["requests"]["memory"]
-    assert memory_bytes(resources["limits"]["memory"]) == config.cpu.capacity + parse_size(merged["memoryOverhead"])
-    assert pod["terminationGracePeriodSeconds"] > config.server.drain_timeout
     # every folder and the socket of the configuration lie on a volume of the node
-    mounts = {m["mountPath"]: m["name"] for m in container["volumeMounts"]}
-    volumes = {v["name"]: v for v in pod["volumes"]}
+    mounts = mounts_of(container, pod)
     if config.nvme.capacity:
-        paths = [volumes[mounts[str(folder)]]["hostPath"]["path"] for folder in config.nvme.folders]
-        assert paths == merged["nvme"]["hostPaths"]
+        assert [mounts[str(folder)]["hostPath"]["path"] for folder in config.nvme.folders] == merged["nvme"]["hostPaths"]
     else:
-        assert not [m for m in mounts if m.startswith(PATH_IN_CONTAINER)]
+        assert not [m for m in mounts if m.startswith("/nvme")]
     socket_folder = str(config.server.socket.parent)
-    assert volumes[mounts[socket_folder]]["hostPath"]["path"] == socket_folder == merged["socketHostPath"]
+    assert mounts[socket_folder]["hostPath"]["path"] == socket_folder == merged["socketHostPath"]
     assert {"name": "KVTIERD_ADDRESS", "value": f"unix:{config.server.socket}"} in container["env"]
 
 
-@pytest.mark.parametrize("name", VALUES)
-def test_container_is_confined_and_probed(chart: helm_python.Chart, name: str, tmp_path: Path) -> None:
-    manifests = render(chart, VALUES[name])
-    pod = manifests["DaemonSet"]["spec"]["template"]["spec"]
-    [container], [folders] = pod["containers"], pod["initContainers"]
-    context = container["securityContext"]
-    assert context["runAsNonRoot"] and context["readOnlyRootFilesystem"] and context["allowPrivilegeEscalation"] is False
-    assert context["capabilities"] == {"drop": ["ALL"]}
-    assert folders["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["CHOWN"]}
-    assert folders["command"][1] == f"{context['runAsUser']}:{context['runAsGroup']}"
-    assert container["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "metrics"}
-    assert container["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "metrics"}
-    [port] = container["ports"]
-    address, _, number = rendered_config(manifests, tmp_path).server.metrics.rpartition(":")
-    assert (address, int(number)) == ("0.0.0.0", port["containerPort"])
+@pytest.mark.parametrize(
+    "values, mib",
+    [
+        ({}, 8192 + 2048 + 36),  # 72 GiB / 2048
+        ({"cpu": {"capacity": "64GiB"}, "nvme": {"capacity": "1TiB"}}, 65536 + 2048 + 544),
+        ({"cpu": {"capacity": "1TiB"}, "nvme": {"capacity": "28TiB"}}, (1 << 20) + 2048 + 14848),
+        ({"memoryOverhead": "3GiB"}, 8192 + 3072),
+    ],
+)
+def test_memory_is_the_pool_and_the_overhead(chart: helm_python.Chart, values: dict[str, Any], mib: int) -> None:
+    container = daemon_of(only(render(chart, values), "DaemonSet")["spec"]["template"]["spec"])
+    assert memory_bytes(container["resources"]["limits"]["memory"]) == mib << 20
 
 
 def test_large_set_reaches_the_manifests(chart: helm_python.Chart, tmp_path: Path) -> None:
     manifests = render(chart, LARGE)
-    config = rendered_config(manifests, tmp_path)
+    config = loaded(manifests, tmp_path)
     assert (config.cpu.ttl, config.cpu.free_target, config.log.json_lines) == (300.0, 0.25, True)
-    assert (config.server.max_sessions, config.server.socket_mode) == (64, 0o660)
+    assert (config.server.max_sessions, config.server.socket_mode, config.policy.turn_bonus) == (64, 0o660, 60)
     assert config.tenants["research"].cpu_quota == 10 << 30
     assert config.tenants["ops.team"].nvme_ttl == 7 * 86400
-    daemonset = manifests["DaemonSet"]
+    daemonset = manifests["DaemonSet", "kv"]
     pod = daemonset["spec"]["template"]
-    assert daemonset["metadata"]["name"] == "kv"
-    assert pod["spec"]["containers"][0]["image"] == LARGE["image"]["repository"] + "@" + LARGE["image"]["digest"]
+    assert daemonset["spec"]["updateStrategy"] == {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": "10%"}}
+    assert daemon_of(pod["spec"])["image"] == LARGE["image"]["repository"] + "@" + LARGE["image"]["digest"]
     for key in ("nodeSelector", "tolerations", "affinity", "priorityClassName", "imagePullSecrets"):
         assert pod["spec"][key] == LARGE[key]
     assert pod["metadata"]["labels"]["team"] == "inference"
-    monitor = manifests["ServiceMonitor"]
+
+
+def test_selectors_find_the_pods(chart: helm_python.Chart) -> None:
+    manifests = render(chart, LARGE)
+    labels = only(manifests, "DaemonSet")["spec"]["template"]["metadata"]["labels"].items()
+    service = only(manifests, "Service")
+    assert only(manifests, "DaemonSet")["spec"]["selector"]["matchLabels"].items() <= labels
+    assert service["spec"]["selector"].items() <= labels
+    assert only(manifests, "NetworkPolicy")["spec"]["podSelector"]["matchLabels"].items() <= labels
+    assert only(manifests, "PodDisruptionBudget")["spec"]["selector"]["matchLabels"].items() <= labels
+    monitor = only(manifests, "ServiceMonitor")
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    [endpoint] = monitor["spec"]["endpoints"]
+    assert endpoint["interval"] == "15s"
+    assert endpoint["port"] in {p["name"] for p in service["spec"]["ports"]}
     assert monitor["metadata"]["labels"]["release"] == "prometheus"
-    assert monitor["spec"]["endpoints"][0]["interval"] == "15s"
-    # monitor -> service -> pods: the labels meet
-    selector = monitor["spec"]["selector"]["matchLabels"]
-    assert selector.items() <= manifests["Service"]["metadata"]["labels"].items()
-    assert manifests["Service"]["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    # the alert for an absent daemon goes by the job, whatever the release is called
+    assert {"targetLabel": "job", "replacement": "kvtierd"} in endpoint["relabelings"]
+
+
+def test_service_and_policy_open_the_ports_that_the_daemon_has(chart: helm_python.Chart) -> None:
+    for values, expected in ((LARGE, {9999, 9460}), (BARE, {9464}), ({**OPEN, "networkPolicy": {"enabled": True}}, {9464, 9460})):
+        manifests = render(chart, values)
+        pod = only(manifests, "DaemonSet")["spec"]["template"]["spec"]
+        ports = {p["name"]: p["containerPort"] for p in daemon_of(pod)["ports"]}
+        assert set(ports.values()) == expected
+        assert {ports[p["targetPort"]] for p in only(manifests, "Service")["spec"]["ports"]} == expected
+        policy = only(manifests, "NetworkPolicy")["spec"]
+        assert policy["policyTypes"] == ["Ingress", "Egress"]
+        assert {p["port"] for rule in policy["ingress"] for p in rule["ports"]} == expected
+    rules = {rule["ports"][0]["port"]: rule.get("from") for rule in only(render(chart, LARGE), "NetworkPolicy")["spec"]["ingress"]}
+    assert rules == {9999: LARGE["networkPolicy"]["metricsFrom"], 9460: LARGE["networkPolicy"]["apiFrom"]}
+    assert only(render(chart, LARGE), "NetworkPolicy")["spec"]["egress"] == LARGE["networkPolicy"]["egress"]
+    assert only(render(chart, BARE), "NetworkPolicy")["spec"]["egress"] == []
+    assert "from" not in only(render(chart, BARE), "NetworkPolicy")["spec"]["ingress"][0]
+    further = [{"ports": [{"port": 5557, "protocol": "TCP"}]}]
+    assert (
+        only(render(chart, {"networkPolicy": {"enabled": True, "ingress": further}}), "NetworkPolicy")["spec"]["ingress"][1:]
+        == further
+    )
+
+
+def test_tls_comes_from_a_secret(chart: helm_python.Chart, tmp_path: Path) -> None:
+    manifests = render(chart, LARGE)
+    server = loaded(manifests, tmp_path).server
+    assert server.listen == "0.0.0.0:9460"
+    assert not server.insecure
+    pod = only(manifests, "DaemonSet")["spec"]["template"]["spec"]
+    mounts = mounts_of(daemon_of(pod), pod)
+    for path, name in ((server.tls_cert, "tls.crt"), (server.tls_key, "tls.key"), (server.tls_client_ca, "ca.crt")):
+        assert path is not None
+        assert path.name == name
+        assert mounts[str(path.parent)]["secret"] == {"secretName": "kvtierd-tls", "defaultMode": 0o440}
+    assert pod["securityContext"]["fsGroup"] == daemon_of(pod)["securityContext"]["runAsGroup"]  # who may read it
+    assert loaded(render(chart, {"listen": {"port": 9460}, "tls": {"secretName": "a"}}), tmp_path).server.tls_client_ca is None
+    assert loaded(render(chart, OPEN), tmp_path).server.insecure
+    assert loaded(render(chart, {}), tmp_path).server.listen is None
+
+
+def test_gpus_are_seen_but_not_taken(chart: helm_python.Chart) -> None:
+    pod = only(render(chart, OPEN), "DaemonSet")["spec"]["template"]["spec"]
+    assert pod["runtimeClassName"] == "nvidia"
+    assert {"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"} in daemon_of(pod)["env"]
+    assert set(daemon_of(pod)["resources"]["limits"]) == {"memory"}
+    plain = only(render(chart, {}), "DaemonSet")["spec"]["template"]["spec"]
+    assert "runtimeClassName" not in plain
+    assert not [e for e in daemon_of(plain)["env"] if e["name"].startswith("NVIDIA")]
+
+
+def test_what_is_on_nvme_outlives_an_upgrade(chart: helm_python.Chart) -> None:
+    """The folders are the node's, of the same path before and after, and never in two daemons' hands."""
+    for values in ({}, {"updateStrategy": "OnDelete"}, {"image": {"tag": "0.2.0"}, "config": {"cpu": {"ttl": "1min"}}}):
+        spec = only(render(chart, values), "DaemonSet")["spec"]
+        assert "maxSurge" not in spec["updateStrategy"].get("rollingUpdate", {})
+        assert spec["updateStrategy"]["type"] == values.get("updateStrategy", "RollingUpdate")
+        volumes = {v["name"]: v for v in spec["template"]["spec"]["volumes"]}
+        assert volumes["kvtierd-nvme-0"]["hostPath"] == {"path": "/var/lib/kvtierd", "type": "DirectoryOrCreate"}
+        assert not [c for c in spec["template"]["spec"]["initContainers"] if "rm" in c["command"]]
 
 
 def test_a_changed_configuration_restarts_the_pods(chart: helm_python.Chart) -> None:
     def checksum(values: dict[str, Any]) -> str:
-        pod = render(chart, values)["DaemonSet"]["spec"]["template"]
+        pod = only(render(chart, values), "DaemonSet")["spec"]["template"]
         return str(pod["metadata"]["annotations"]["checksum/config"])
 
     assert checksum({}) == checksum({"podLabels": {"a": "b"}})
     assert checksum({}) != checksum({"config": {"cpu": {"ttl": "1min"}}})
+    assert checksum({}) != checksum({"tenants": {"a": {"cpu_quota": "1GiB"}}})
+
+
+def test_rules_and_dashboard_are_those_of_the_repository(chart: helm_python.Chart) -> None:
+    rules = ROOT / "deploy" / "prometheus" / "rules.yaml"
+    dashboard = ROOT / "deploy" / "grafana" / "kvtierd.json"
+    assert (CHART / "files" / "rules.yaml").read_bytes() == rules.read_bytes(), "run make chart"
+    assert (CHART / "files" / "dashboard.json").read_bytes() == dashboard.read_bytes(), "run make chart"
+    manifests = render(chart, LARGE)
+    assert only(manifests, "PrometheusRule")["spec"] == yaml.safe_load(rules.read_text())
+    found = manifests["ConfigMap", "kv-dashboard"]
+    assert json.loads(found["data"]["kvtierd.json"]) == json.loads(dashboard.read_text())
+    assert found["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert found["metadata"]["annotations"] == {"grafana_folder": "LLM"}
 
 
 REFUSED = [
     ({"cpuu": {}}, "cpuu"),
+    ({"mode": "statefulset"}, "mode"),
     ({"cpu": {"capacity": "64 gigs"}}, "capacity"),
     ({"cpu": {"capacity": "0GiB"}}, "capacity"),
     ({"cpu": {"capacity": 1024}}, "capacity"),
     ({"nvme": {"hostPaths": []}}, "hostPaths"),
     ({"nvme": {"hostPaths": ["relative"]}}, "hostPaths"),
     ({"nvme": {"hostPaths": ["/a", "/a"]}}, "hostPaths"),
+    ({"memoryOverhead": "0GiB"}, "memoryOverhead"),
     ({"runAsUser": 0}, "runAsUser"),
     ({"image": {"digest": "sha256:abc"}}, "digest"),
     ({"image": {"pullPolicy": "Sometimes"}}, "pullPolicy"),
     ({"metrics": {"port": 80}}, "port"),
     ({"metrics": {"serviceMonitor": {"interval": "often"}}}, "interval"),
+    ({"metrics": {"dashboard": {"folder": "x"}}}, "folder"),
     ({"config": {"gpu": {}}}, "gpu"),
+    ({"config": {"tenants": {"a": {}}}}, "tenants"),
+    ({"tenants": {"a": {"cpu_quota": {"of": "1GiB"}}}}, "cpu_quota"),
+    ({"listen": {"port": 443}}, "port"),
+    ({"tls": {"secretName": "Not_A_Name"}}, "secretName"),
+    ({"sidecar": {"volume": "nfs"}}, "volume"),
+    ({"sidecar": {"connector": {"tenant": "a"}}}, "'tenant' does not match"),
+    ({"podDisruptionBudget": {"minAvailable": "50%"}}, "minAvailable"),
+    ({"networkPolicy": {"metricsFrom": [{}]}}, "metricsFrom"),
+    ({"updateStrategy": "Recreate"}, "updateStrategy"),
     ({"socketHostPath": "/run/kvtierd/"}, "socketHostPath"),
     ({"maxUnavailable": 0}, "maxUnavailable"),
 ]
 
 
-@pytest.mark.parametrize("values, culprit", REFUSED, ids=[f"{i}-{culprit}" for i, (_, culprit) in enumerate(REFUSED)])
+@pytest.mark.parametrize("values, culprit", REFUSED, ids=[f"{i}-{culprit.split()[0]}" for i, (_, culprit) in enumerate(REFUSED)])
 def test_schema_refuses(chart: helm_python.Chart, values: dict[str, Any], culprit: str) -> None:
     with pytest.raises(helm_python.HelmValuesError, match=culprit):
         chart.validate_schema(values)
 
 
-@pytest.mark.parametrize("section, key", [("cpu", "capacity"), ("nvme", "folders"), ("server", "socket"), ("server", "metrics")])
-def test_keys_that_the_chart_works_out_are_refused(chart: helm_python.Chart, section: str, key: str) -> None:
-    values = {"config": {section: {key: "1GiB"}}}
-    if key == "folders":
-        values = {"config": {section: {key: ["/other"]}}}  # type: ignore[dict-item]
+def test_every_section_of_the_configuration_can_be_set(chart: helm_python.Chart) -> None:
+    """But tenants, which have a value of their own."""
+    properties = json.loads((CHART / "values.schema.json").read_text())["properties"]["config"]["properties"]
+    assert set(properties) == set(Config.model_fields) - {"tenants"}
+
+
+@pytest.mark.parametrize(
+    "section, key, value",
+    [
+        ("cpu", "capacity", "1GiB"),
+        ("nvme", "folders", ["/other"]),
+        ("server", "socket", "/x"),
+        ("server", "metrics", ":1"),
+        ("server", "listen", ":2"),
+        ("server", "tls_key", "/k"),
+    ],
+)
+def test_keys_that_the_chart_works_out_are_refused(chart: helm_python.Chart, section: str, key: str, value: object) -> None:
     with pytest.raises(helm_python.HelmRenderError, match=f"config.{section}.{key} is worked out by the chart"):
+        chart.render({"config": {section: {key: value}}}, name="release", namespace="inference")
+
+
+@pytest.mark.parametrize(
+    "values, text",
+    [
+        ({"listen": {"port": 9460}}, "set tls.secretName to a Secret with tls.crt and tls.key, or listen.insecure to true"),
+        ({"tls": {"secretName": "a"}}, "set listen.port too, or leave them out"),
+        ({"listen": {"insecure": True}}, "set listen.port too, or leave them out"),
+        ({"listen": {"port": 9460, "insecure": True}, "tls": {"clientCA": True}}, "tls.clientCA takes ca.crt of the Secret"),
+        ({"metrics": {"podMonitor": {"enabled": True}}}, "the DaemonSet has metrics.serviceMonitor"),
+        ({"mode": "sidecar", "metrics": {"serviceMonitor": {"enabled": True}}}, "pods with a sidecar have metrics.podMonitor"),
+        ({"mode": "sidecar", "metrics": {"podMonitor": {"enabled": True}}}, "metrics.podMonitor.selector has to name labels"),
+        ({"mode": "sidecar", "networkPolicy": {"enabled": True}}, "a sidecar is under the policy of its pod"),
+        ({"mode": "sidecar", "podDisruptionBudget": {"enabled": True}}, "have that of their own chart"),
+        ({"mode": "sidecar", "sidecar": {"volume": "claim"}}, "name an existing claim in sidecar.claimName"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(chart: helm_python.Chart, values: dict[str, Any], text: str) -> None:
+    chart.validate_schema(values)
+    with pytest.raises(helm_python.HelmRenderError, match=text):
         chart.render(values, name="release", namespace="inference")
 
 
@@ -217,25 +349,12 @@ def test_lint(name: str) -> None:
     assert not worse_than_advice
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "deploy" / "k8s").glob("*.yaml")), ids=lambda p: p.stem)
-def test_plain_manifests(path: Path, tmp_path: Path) -> None:
-    """The examples without Helm: valid, with a configuration that loads and memory that holds the pool."""
-    manifests = [m for m in yaml.safe_load_all(path.read_text()) if m]
-    for manifest in manifests:
-        for version in KUBERNETES:
-            kubernetes_validate.validate(manifest, version, strict=True)
-    by_kind = {m["kind"]: m for m in manifests}
-    config = rendered_config(by_kind, tmp_path)
-    pod = by_kind["Pod"]["spec"] if "Pod" in by_kind else by_kind["DaemonSet"]["spec"]["template"]["spec"]
-    [daemon] = [c for c in pod["containers"] + pod["initContainers"] if c["name"] == "kvtierd"]
-    assert memory_bytes(daemon["resources"]["limits"]["memory"]) >= config.cpu.capacity + (2 << 30)
-    assert daemon["resources"]["requests"]["memory"] == daemon["resources"]["limits"]["memory"]
-    assert pod["terminationGracePeriodSeconds"] > config.server.drain_timeout
-    mounts = {m["mountPath"] for m in daemon["volumeMounts"]}
-    assert {str(config.server.socket.parent), *map(str, config.nvme.folders)} <= mounts
-
-
 def test_versions_agree() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    example = yaml.safe_load((EXAMPLE / "Chart.yaml").read_text())
     assert chart["appVersion"] == project["version"]
+    [dependency] = example["dependencies"]
+    assert dependency["version"] == f">={chart['version']}"
+    makefile = (ROOT / "Makefile").read_text()
+    assert f"VLLM_VERSION ?= {example['appVersion']}\n" in makefile, "the example runs the vLLM that is tested"

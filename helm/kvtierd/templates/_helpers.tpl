@@ -24,6 +24,17 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end }}
 
+{{/* metadata of an object: the dict has root, and where they differ from the usual name and namespace, suffix and labels. */}}
+{{- define "kvtierd.metadata" -}}
+name: {{ include "kvtierd.fullname" .root }}{{ with .suffix }}-{{ . }}{{ end }}
+namespace: {{ .root.Release.Namespace }}
+labels:
+  {{- include "kvtierd.labels" .root | nindent 2 }}
+  {{- with .labels }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- end }}
+
 {{- define "kvtierd.image" -}}
 {{- if .Values.image.digest -}}
 {{ .Values.image.repository }}@{{ .Values.image.digest }}
@@ -44,30 +55,67 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- if gt (include "kvtierd.mib" .Values.nvme.capacity | int64) 0 }}true{{ end }}
 {{- end }}
 
+{{/* Memory of the daemon's container: the daemon faults the pool in, so the pool counts here. */}}
+{{- define "kvtierd.memory" -}}
+{{- $cpu := include "kvtierd.mib" .Values.cpu.capacity | int64 }}
+{{- $nvme := include "kvtierd.mib" .Values.nvme.capacity | int64 }}
+{{- $overhead := add 2048 (div (add $cpu $nvme) 2048) }}
+{{- with .Values.memoryOverhead }}
+{{- $overhead = include "kvtierd.mib" . | int64 }}
+{{- end }}
+{{- add $cpu $overhead }}Mi
+{{- end }}
+
 {{/* kvtierd.toml: what the chart works out, under what the user wrote. */}}
 {{- define "kvtierd.config" -}}
 {{- $folders := list }}
-{{- range $i, $path := .Values.nvme.hostPaths }}
+{{- range $i, $_ := include "kvtierd.nvmeVolumes" . | fromJsonArray }}
 {{- $folders = append $folders (printf "/nvme/%d" $i) }}
 {{- end }}
 {{- $nvme := dict "capacity" "0MiB" }}
 {{- if include "kvtierd.nvme" . }}
 {{- $nvme = dict "capacity" .Values.nvme.capacity "reserve" .Values.nvme.reserve "folders" $folders }}
 {{- end }}
-{{- $own := dict
-  "cpu" (dict "capacity" .Values.cpu.capacity)
-  "nvme" $nvme
-  "server" (dict
-    "socket" (printf "%s/kvtierd.sock" .Values.socketHostPath)
-    "metrics" (printf "0.0.0.0:%d" (int .Values.metrics.port))
-    "drain_timeout" (printf "%ds" (int .Values.drainTimeoutSeconds))) }}
-{{- range list "cpu" "nvme" "server" }}
-{{- $section := . }}
-{{- range $key := keys (get $own $section) }}
+{{- $server := dict
+  "socket" (printf "%s/kvtierd.sock" .Values.socketHostPath)
+  "metrics" (printf "0.0.0.0:%d" (int .Values.metrics.port))
+  "drain_timeout" (printf "%ds" (int .Values.drainTimeoutSeconds)) }}
+{{- with .Values.listen }}
+{{- if .port }}
+{{- $_ := set $server "listen" (printf "0.0.0.0:%d" (int .port)) }}
+{{- if $.Values.tls.secretName }}
+{{- $_ := set $server "tls_cert" "/etc/kvtierd-tls/tls.crt" }}
+{{- $_ := set $server "tls_key" "/etc/kvtierd-tls/tls.key" }}
+{{- if $.Values.tls.clientCA }}
+{{- $_ := set $server "tls_client_ca" "/etc/kvtierd-tls/ca.crt" }}
+{{- end }}
+{{- else if .insecure }}
+{{- $_ := set $server "insecure" true }}
+{{- else }}
+{{- fail "listen.port opens the API on TCP: set tls.secretName to a Secret with tls.crt and tls.key, or listen.insecure to true" }}
+{{- end }}
+{{- else if or $.Values.tls.secretName .insecure }}
+{{- fail "tls.secretName and listen.insecure are for the API on TCP: set listen.port too, or leave them out" }}
+{{- end }}
+{{- end }}
+{{- if and .Values.tls.clientCA (not .Values.tls.secretName) }}
+{{- fail "tls.clientCA takes ca.crt of the Secret that tls.secretName names: set that too" }}
+{{- end }}
+{{- $own := dict "cpu" (dict "capacity" .Values.cpu.capacity) "nvme" $nvme "server" $server }}
+{{- $refused := dict
+  "cpu" (list "capacity")
+  "nvme" (list "capacity" "reserve" "folders")
+  "server" (list "socket" "descriptor_socket" "metrics" "drain_timeout" "listen" "insecure" "tls_cert" "tls_key" "tls_client_ca") }}
+{{- range $section, $keys := $refused }}
+{{- range $key := $keys }}
 {{- if hasKey (default dict (get $.Values.config $section)) $key }}
 {{- fail (printf "config.%s.%s is worked out by the chart: set the chart's own value instead" $section $key) }}
 {{- end }}
 {{- end }}
 {{- end }}
-{{- toToml (mergeOverwrite $own (deepCopy .Values.config)) }}
+{{- $all := mergeOverwrite $own (deepCopy .Values.config) }}
+{{- with .Values.tenants }}
+{{- $_ := set $all "tenants" (deepCopy .) }}
+{{- end }}
+{{- toToml $all }}
 {{- end }}
