@@ -1,0 +1,88 @@
+"""Goal: the manifests without Helm are valid and fit this version of the daemon and of its connector.
+
+Method: each object is validated strictly; the configuration is loaded by the daemon's own code and compared with the pod around it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.helm.rendering import ROOT, Manifests, check_daemon, daemon_of, loaded, memory_bytes, mounts_of, validate
+
+pytestmark = pytest.mark.slow
+
+FOLDER = ROOT / "deploy" / "k8s"
+SIDECARS = ("sidecar", "sidecar-gpu")
+
+
+def read(name: str) -> Manifests:
+    manifests = [m for m in yaml.safe_load_all((FOLDER / f"{name}.yaml").read_text()) if m]
+    for manifest in manifests:
+        validate(manifest)
+    return {(m["kind"], m["metadata"]["name"]): m for m in manifests}
+
+
+def pod_of(manifests: Manifests) -> dict[str, Any]:
+    for (kind, _), manifest in manifests.items():
+        if kind == "Pod":
+            return dict(manifest["spec"])
+        if kind == "DaemonSet":
+            return dict(manifest["spec"]["template"]["spec"])
+    raise AssertionError("no pod")
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda p: p.stem)
+def test_objects_are_valid_and_fit_the_configuration(path: Path, tmp_path: Path) -> None:
+    manifests = read(path.stem)
+    config = loaded(manifests, tmp_path)
+    pod = pod_of(manifests)
+    check_daemon(pod, config)
+    container = daemon_of(pod)
+    [config_map] = [name for kind, name in manifests if kind == "ConfigMap"]
+    assert mounts_of(container, pod)["/etc/kvtierd"]["configMap"]["name"] == config_map
+    assert "nvidia.com/gpu" not in container["resources"]["limits"]
+    index = (config.cpu.capacity + config.nvme.capacity) // 2048
+    assert memory_bytes(container["resources"]["limits"]["memory"]) >= config.cpu.capacity + index + (2 << 30)
+
+
+@pytest.mark.parametrize("name", SIDECARS)
+def test_engine_and_daemon_agree(name: str, tmp_path: Path) -> None:
+    manifests = read(name)
+    config, pod = loaded(manifests, tmp_path), pod_of(manifests)
+    [engine] = pod["containers"]
+    daemon = daemon_of(pod)
+    assert daemon["restartPolicy"] == "Always"
+    assert "startupProbe" not in daemon
+    assert "readinessProbe" not in daemon
+    assert {"name": "KVTIERD_ADDRESS", "value": f"unix:{config.server.socket}"} in engine["env"]
+    folder = str(config.server.socket.parent)
+    assert mounts_of(engine, pod)[folder] == mounts_of(daemon, pod)[folder]
+    assert engine["securityContext"]["runAsUser"] == daemon["securityContext"]["runAsUser"]
+    assert pod["securityContext"]["fsGroup"] == daemon["securityContext"]["runAsGroup"]
+    transfer = json.loads(engine["args"][engine["args"].index("--kv-transfer-config") + 1])
+    assert (transfer["kv_connector"], transfer["kv_load_failure_policy"]) == ("KvtierdConnector", "recompute")
+
+
+def test_the_gpu_variant_differs_by_the_gpu_alone() -> None:
+    plain, variant = pod_of(read("sidecar")), pod_of(read("sidecar-gpu"))
+    assert variant.pop("runtimeClassName") == "nvidia"
+    daemon = next(c for c in variant["initContainers"] if c["name"] == "kvtierd")
+    assert daemon["image"].endswith("-cuda12")
+    daemon["image"] = daemon["image"].removesuffix("-cuda12")
+    visible = [e for e in daemon["env"] if e["name"].startswith("NVIDIA_")]
+    assert {e["name"] for e in visible} == {"NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES"}
+    daemon["env"] = [e for e in daemon["env"] if e not in visible]
+    assert variant == plain
+
+
+def test_daemonset_keeps_its_folder_over_an_upgrade() -> None:
+    manifests = read("daemonset")
+    [daemonset] = [m for (kind, _), m in manifests.items() if kind == "DaemonSet"]
+    assert daemonset["spec"]["updateStrategy"] == {"rollingUpdate": {"maxUnavailable": 1}}
+    pod = pod_of(manifests)
+    assert mounts_of(daemon_of(pod), pod)["/nvme/0"]["hostPath"]["path"] == "/var/lib/kvtierd"
