@@ -40,6 +40,7 @@ _COMMANDS: Final = {
     "drain": ("kvtierd.cli.admin:drain", "Stop taking saves and write memory down to NVMe."),
     "checkpoint": ("kvtierd.cli.admin:checkpoint", "Write a snapshot of the NVMe index now."),
     "config": ("kvtierd.cli.local:config", "Show the configuration."),
+    "size": ("kvtierd.cli.size:size", "Work out bytes per token of a model, and what tiers hold."),
     "lmcache-config": ("kvtierd.cli.lmcache_config:lmcache_config", "Turn LMCache's configuration into kvtierd's."),
     "demo": ("kvtierd.cli.demo:demo", "See save, spill, restart and load in one minute."),
     "replay": ("kvtierd.cli.replay:replay", "Replay a request trace, simulated or through a daemon, and report its hits."),

@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any
 
+from kvtierd.connectors.vllm.chunks import GroupSize, choose_chunk
 from kvtierd.connectors.vllm.layout import GroupLayout, UnsupportedLayoutError, is_selective
 from kvtierd.connectors.vllm.metadata import Rank, RankLayout
 from kvtierd.connectors.vllm.settings import Settings
 from kvtierd.connectors.vllm.weights import name_weights
 from kvtierd.model import MAX_SHARD_BYTES, Namespace
-
-MIN_SHARD_BYTES: Final = 4 << 20
-"""Smaller ones cost more per token in every step of the way than a prefix that is cut a few tokens earlier."""
-MAX_AUTO_CHUNK_TOKENS: Final = 256
 
 log = logging.getLogger("vllm.kvtierd")
 
@@ -131,27 +127,22 @@ def _sizes(vllm_config: Any) -> tuple[int, int]:
 
 
 def _chunk_tokens(by_group: Sequence[tuple[GroupLayout, ...]], settings: Settings) -> int:
-    unit = math.lcm(*(ranks[0].block_tokens for ranks in by_group))
-    # Blocks leave a window while the rest of a wider chunk is still to be computed, and what has left cannot be saved.
-    narrowest = min((ranks[0].window for ranks in by_group if ranks[0].window), default=0)
-    widest = max(unit, (narrowest or MAX_AUTO_CHUNK_TOKENS) // unit * unit)
-    if settings.chunk_tokens:
-        if settings.chunk_tokens % unit:
-            raise UnsupportedLayoutError(
-                f"kvtierd.chunk_tokens is {settings.chunk_tokens}, but has to be a multiple of {unit} (this engine's block size)"
-            )
-        if narrowest and settings.chunk_tokens > widest:
-            log.warning(
-                "kvtierd: kvtierd.chunk_tokens is %d, more than this model's smallest attention window of %d tokens: chunks that "
-                "are computed in several steps cannot be saved. Leave it out, or make it %d.",
-                settings.chunk_tokens,
-                narrowest,
-                widest,
-            )
-        return settings.chunk_tokens
-    smallest: float = min(g.block_bytes / g.block_tokens for ranks in by_group for g in ranks)
-    wanted = math.ceil(MIN_SHARD_BYTES / smallest)
-    return max(unit, min(-(-wanted // unit) * unit, MAX_AUTO_CHUNK_TOKENS // unit * unit, widest))
+    choice = choose_chunk([GroupSize(g.block_tokens, g.block_bytes, ranks[0].window) for ranks in by_group for g in ranks])
+    if not settings.chunk_tokens:
+        return choice.tokens
+    if settings.chunk_tokens % choice.unit:
+        raise UnsupportedLayoutError(
+            f"kvtierd.chunk_tokens is {settings.chunk_tokens}, but has to be a multiple of {choice.unit} (this engine's block size)"
+        )
+    if choice.narrowest and settings.chunk_tokens > choice.widest:
+        log.warning(
+            "kvtierd: kvtierd.chunk_tokens is %d, more than this model's smallest attention window of %d tokens: chunks that "
+            "are computed in several steps cannot be saved. Leave it out, or make it %d.",
+            settings.chunk_tokens,
+            choice.narrowest,
+            choice.widest,
+        )
+    return settings.chunk_tokens
 
 
 def _namespace(
