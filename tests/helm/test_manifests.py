@@ -6,13 +6,28 @@ Method: each object is validated strictly; the configuration is loaded by the da
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
+import helm_python
 import pytest
 import yaml
 
-from tests.helm.rendering import ROOT, Manifests, check_daemon, daemon_of, loaded, memory_bytes, mounts_of, validate
+from tests.helm.rendering import (
+    CHART,
+    EXAMPLE,
+    ROOT,
+    Manifests,
+    check_daemon,
+    daemon_of,
+    loaded,
+    memory_bytes,
+    mounts_of,
+    render,
+    validate,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -86,3 +101,33 @@ def test_daemonset_keeps_its_folder_over_an_upgrade() -> None:
     assert daemonset["spec"]["updateStrategy"] == {"rollingUpdate": {"maxUnavailable": 1}}
     pod = pod_of(manifests)
     assert mounts_of(daemon_of(pod), pod)["/nvme/0"]["hostPath"]["path"] == "/var/lib/kvtierd"
+
+
+# ---- docs/kubernetes.md
+
+
+def test_values_on_the_page_render(tmp_path: Path) -> None:
+    """Each block of values belongs to the chart that its first line names, and to a command that installs it."""
+    page = (ROOT / "docs" / "kubernetes.md").read_text()
+    blocks = re.findall(r"```yaml\n# (helm/[\w-]+)\n(.*?)```", page, re.S)
+    assert [name for name, _ in blocks] == ["helm/kvtierd", "helm/vllm-kvtierd"]
+    for source in (CHART, EXAMPLE):
+        shutil.copytree(source, tmp_path / source.name)
+    helm_python.dependency_update(tmp_path / EXAMPLE.name)
+    for name, text in blocks:
+        assert re.search(rf"^helm install \w+ {name} --namespace inference ", page, re.M)
+        with helm_python.Chart.load(tmp_path / Path(name).name) as chart:
+            manifests = render(chart, yaml.safe_load(text))
+        [workload] = [m for (kind, _), m in manifests.items() if kind in ("DaemonSet", "Deployment")]
+        check_daemon(workload["spec"]["template"]["spec"], loaded(manifests, tmp_path))
+
+
+def test_paths_on_the_page_exist() -> None:
+    page = (ROOT / "docs" / "kubernetes.md").read_text()
+    paths = set(re.findall(r"`((?:helm|deploy)/[\w./-]+)`", page))
+    assert len(paths) >= 6
+    assert not [path for path in paths if not (ROOT / path).exists()]
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    for key in ("memoryOverhead", "drainTimeoutSeconds", "maxUnavailable", "updateStrategy"):
+        assert key in values
+        assert f"`{key}" in page

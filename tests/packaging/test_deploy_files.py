@@ -79,3 +79,9 @@ def test_dockerfile_runs_unprivileged_with_known_variables(monkeypatch: pytest.M
     assert volumes is not None
     assert {str(config.server.socket.parent), str(config.nvme.folders[0].parent)} == set(re.findall(r'"([^"]+)"', volumes[1]))
     assert config.server.metrics.startswith("0.0.0.0:")
+
+
+def test_readme_names_every_page() -> None:
+    readme = (ROOT / "README.md").read_text()
+    missing = [page.name for page in sorted((ROOT / "docs").glob("*.md")) if f"](docs/{page.name})" not in readme]
+    assert not missing
