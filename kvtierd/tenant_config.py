@@ -8,7 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 
 from kvtierd.units import Share, amount_text, parse_amount, parse_share, parse_ttl
 
-__all__ = ["MAX_TENANT_NAME", "TIER_NAMES", "Amount", "OwnTtl", "TenantConfig", "is_tenant_name"]
+__all__ = ["MAX_TENANT_NAME", "TIER_NAMES", "Amount", "OwnTtl", "TenantConfig", "WriteShare", "is_tenant_name"]
 
 MAX_TENANT_NAME: Final = 128
 TIER_NAMES: Final = ("hbm", "cpu", "nvme")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvtierd.config import Config, TenantConfig, field_paths
-from kvtierd.service.config_text import kind_of, value_text
+from kvtierd.service.config_text import held, kind_of, value_text
 
 __all__ = ["PLACES", "reference"]
 
@@ -21,7 +21,14 @@ PLACES: Final = {
     "server.socket": "`kvtierd/kvtierd.sock` in `$XDG_RUNTIME_DIR`, or `/tmp/kvtierd-UID/kvtierd.sock`",
 }
 """Defaults that depend on who starts the daemon."""
-KINDS: Final = {"size": "size", "duration": "duration", "ttl": 'duration or `"never"`', "mode": "permissions"}
+KINDS: Final = {
+    "size": "size",
+    "duration": "duration",
+    "ttl": 'duration or `"never"`',
+    "mode": "permissions",
+    "amount": 'size, share or `"none"`',
+    "part": "share, or number from 0 to 1",
+}
 TYPES: Final = {bool: "`true` or `false`", str: "text", Path: "path", list: "list of paths"}
 HEAD: Final = """# Configuration
 
@@ -31,10 +38,12 @@ that name the nearest key. [deploy/kvtierd.toml](../deploy/kvtierd.toml) is a fi
 in force here, `kvtierd config --running` what a running daemon was started with, `kvtierd serve --check` whether a file is fine.
 
 * **size**: bytes, as `4096`, `"64MiB"` or `"1.5GB"` (units of 1024 with an i, of 1000 without).
+* **share**: of the tier, as `"20%"`.
 * **duration**: seconds, as `2.5`, `"500ms"`, `"30s"`, `"10min"`, `"2h"` or `"7d"`.
 * **permissions**: octal, `0o600` in a file and `0600` elsewhere.
 
-A key changes when the daemon starts again. This page is made from the code: `make docs`.
+A key changes when the daemon starts again; limits of tenants change while it runs, with `kvtierd tenants set`. This page is made
+from the code: `make docs`.
 """
 
 
@@ -57,7 +66,7 @@ def _holder(parent: str) -> Any:
 
 
 def _row(path: str, name: str, holder: Any, info: Any) -> str:
-    text = None if path in PLACES else value_text(name, getattr(holder, name), info)
+    text = None if path in PLACES else value_text(name, held(holder, name), info)
     default = PLACES.get(path) or ("not set" if text is None else f"`{text}`")
     return f"| `{name}` | {default} | {_possible(name, info)} | {_cell(info.description)} |\n"
 

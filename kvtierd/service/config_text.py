@@ -10,11 +10,19 @@ from typing import Any
 from pydantic import BaseModel
 
 from kvtierd.config import Config, Duration, OptionalDuration, Size, TenantConfig, field_paths
-from kvtierd.tenant_config import Amount
+from kvtierd.tenant_config import Amount, OwnTtl, WriteShare
 from kvtierd.units import Share
 
-__all__ = ["config_json", "config_toml", "kind_of", "reference_toml", "value_text"]
+__all__ = ["config_json", "config_toml", "held", "kind_of", "reference_toml", "value_text"]
 
+_ALIASES = (
+    ("size", Size),
+    ("amount", Amount),
+    ("part", WriteShare),
+    ("duration", Duration),
+    ("ttl", OptionalDuration),
+    ("ttl", OwnTtl),
+)
 _SIZE_STEPS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 _DURATION_STEPS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
 
@@ -54,7 +62,7 @@ def reference_toml() -> str:
         holder: Any = TenantConfig() if parent == "tenants.NAME" else getattr(default, parent)
         variable = "" if parent == "tenants.NAME" else f" [KVTIERD_{path.replace('.', '_').upper()}]"
         lines.append(f"# {info.description}{variable}")
-        value = value_text(name, _held(holder, name), info)
+        value = value_text(name, held(holder, name), info)
         lines.append(f"#{name} = {value}" if value is not None else f"#{name} =   # not set")
     return "\n".join(lines) + "\n"
 
@@ -74,7 +82,7 @@ def _items(section: BaseModel) -> Iterator[str]:
             yield f"{info.alias or name} = {value}"
 
 
-def _held(holder: BaseModel, key: str) -> object:
+def held(holder: BaseModel, key: str) -> object:
     """The value of a key, which is a field's alias where a field cannot have its name."""
     return getattr(holder, next((name for name, info in type(holder).model_fields.items() if info.alias == key), key))
 
@@ -89,7 +97,7 @@ def value_text(name: str, value: object, info: Any) -> str | None:
         return _string(str(value))
     if kind in ("size", "amount") and isinstance(value, int):
         return _size(value)
-    if kind in ("duration", "ttl") or (name.endswith("_ttl") and value != "never"):
+    if kind in ("duration", "ttl") and value != "never":
         return _duration(value)
     if kind == "mode":
         return f"0o{value:o}"
@@ -104,10 +112,10 @@ def value_text(name: str, value: object, info: Any) -> str | None:
 
 
 def kind_of(name: str, info: Any) -> str:
-    """``size``, ``duration``, ``ttl`` or ``mode``; empty for a field that is read as it is."""
+    """``size``, ``amount``, ``part``, ``duration``, ``ttl`` or ``mode``; empty for a field that is read as it is."""
     # pydantic unpacks Annotated: what is left of a size or a duration is the function that reads it.
     readers = {getattr(m, "func", None) for m in info.metadata}
-    for kind, alias in (("size", Size), ("duration", Duration), ("ttl", OptionalDuration), ("amount", Amount)):
+    for kind, alias in _ALIASES:
         if readers & {getattr(m, "func", None) for m in getattr(alias, "__metadata__", ())} - {None}:
             return kind
     return "mode" if name == "socket_mode" else ""

@@ -30,7 +30,7 @@ class MortalShell(Shell):
         grant = super().save(session, realm, keys, request)
         self.lives[grant.ticket_id] = life_s
         for key, outcome in zip(keys, grant.outcomes, strict=True):
-            if outcome == HELD:
+            if outcome == HELD and key in realm.index:  # it may have gone right after
                 place = self._place(realm, key)
                 self.ends[place] = max(self.ends[place], self.now + life_s)
         return grant

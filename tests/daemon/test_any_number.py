@@ -68,7 +68,7 @@ def variants(kind: Descriptor, make: Callable[[], Message]) -> Iterator[Message]
         for value in EXTREMES[field.type]:
             message = make()
             if field.is_repeated:
-                getattr(message, field.name).extend([value, 0])
+                getattr(message, field.name).extend([value, type(value)()])
             else:
                 setattr(message, field.name, value)
             yield message

@@ -206,7 +206,7 @@ class Process:
         """Every block that is found after a restart has bytes that were saved under its key, or is a miss."""
         runtime = self.runtime
         for realm in list(runtime.core.state.realms.values()):
-            runtime.core.set_limits(runtime.now(), realm.tenant.name, None)  # a quota of CPU memory may leave no room to read a block
+            runtime.core.set_limits(runtime.now(), realm.tenant.name, None)  # a quota may leave no room to read a block
             attached = await runtime.attach(realm.namespace, realm.tenant.name, "reader", 1)
             reader = Client(self, 0, realm.tenant.name, realm.namespace)
             for key in list(realm.index):
