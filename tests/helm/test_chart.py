@@ -57,7 +57,11 @@ LARGE = {
         "server": {"max_sessions": 64, "socket_mode": 0o660},
         "log": {"json_lines": True},
     },
-    "tenants": {"research": {"cpu_quota": "10GiB"}, "ops.team": {"nvme_ttl": "7d"}},
+    "tenants": {
+        "research": {"cpu_quota": "10GiB"},
+        "ops.team": {"nvme_ttl": "7d"},
+        "chat": {"class": "premium", "cpu_reserve": "25%"},
+    },
     "listen": {"port": 9460},
     "tls": {"secretName": "kvtierd-tls", "clientCA": True},
     "metrics": {
@@ -151,6 +155,7 @@ def test_large_set_reaches_the_manifests(chart: helm_python.Chart, tmp_path: Pat
     assert (config.server.max_sessions, config.server.socket_mode, config.policy.turn_bonus) == (64, 0o660, 60)
     assert config.tenants["research"].cpu_quota == 10 << 30
     assert config.tenants["ops.team"].nvme_ttl == 7 * 86400
+    assert config.tenants["chat"].tenant_class == "premium"
     daemonset = manifests["DaemonSet", "kv"]
     pod = daemonset["spec"]["template"]
     assert daemonset["spec"]["updateStrategy"] == {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": "10%"}}
