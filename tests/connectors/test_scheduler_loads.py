@@ -103,7 +103,7 @@ def test_a_rank_that_cannot_reach_the_daemon_costs_few_requests(engines: Engines
 
     waits = []
 
-    def never(session: Any, timeout_s: float) -> Any:
+    def never(session: Any, timeout_s: float, on_lost: Any) -> Any:
         waits.append(timeout_s)
         time.sleep(timeout_s)
         raise DaemonUnavailableError("cannot be reached")

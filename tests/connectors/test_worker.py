@@ -100,6 +100,31 @@ def test_mapping_ahead_ends_with_the_session(
     assert extents.closed
 
 
+def test_memory_of_a_daemon_that_has_died_is_let_go(workers: Callable[..., Worker], own_daemon: DaemonProcess) -> None:
+    """At once where no copy uses it: one that is started in its place makes as much again."""
+    worker = workers(own_daemon)
+    put(worker, 0, (0, 1))
+    joined = worker.side._sessions[worker.client.session_token]
+    used = joined.enter(worker.side._connect, time.monotonic() + 10)
+    assert used.mapped_extents
+    own_daemon.kill()
+    until_s = time.monotonic() + PATIENCE_S
+    while not used.closed:
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+    time.sleep(0.1)
+    assert joined._extents is used, "a copy may still be reading it"
+    joined.leave()
+    assert joined._extents is None
+    idle = workers(own_daemon.start())
+    put(idle, 0, (0, 1))
+    joined = idle.side._sessions[idle.client.session_token]
+    own_daemon.kill()
+    while joined._extents is not None:
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
 def test_each_rank_has_its_own_slots(workers: Callable[..., Worker], daemon: DaemonProcess) -> None:
     ranks = [workers(daemon, rank, 2) for rank in range(2)]
     first, second = ranks
@@ -222,7 +247,7 @@ def test_the_daemon_dies_between_promise_and_copy(workers: Callable[..., Worker]
     own_daemon.kill()
     (joined,) = worker.side._sessions.values()
     until_s = time.monotonic() + PATIENCE_S
-    while joined._extents is None or not joined._extents.closed:
+    while (extents := joined._extents) is not None and not extents.closed:
         assert time.monotonic() < until_s
         time.sleep(0.001)
     worker.step(loads=[load])

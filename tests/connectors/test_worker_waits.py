@@ -48,10 +48,10 @@ class Reach:
             self.right = self.joined._extents.map
             monkeypatch.setattr(self.joined._extents, "map", self.call)
 
-    def call(self, what: Any, timeout_s: float) -> Any:
+    def call(self, what: Any, timeout_s: float, *more: Any) -> Any:
         self.waits.append(timeout_s)
         if not self.broken:
-            return self.right(what, timeout_s)
+            return self.right(what, timeout_s, *more)
         time.sleep(timeout_s)
         raise DaemonUnavailableError("cannot be reached")
 

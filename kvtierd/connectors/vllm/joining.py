@@ -19,6 +19,7 @@ from kvtierd.errors import DaemonUnavailableError, RequestError
 from kvtierd.model import slot_extent
 
 T = TypeVar("T")
+Join = Callable[[SessionInfo, float, Callable[[], None]], ExtentMap]
 JOIN_TIMEOUT_S: Final = 2.0
 """Longest wait for the daemon's descriptor socket: to join, or to be passed memory."""
 FIRST_PAUSE_S: Final = 0.25
@@ -50,11 +51,11 @@ class Joined:
         self._retired = False
         self._pauses = Backoff(1, FIRST_PAUSE_S, LONGEST_PAUSE_S)
 
-    def enter(self, join: Callable[[SessionInfo, float], ExtentMap], until_s: float) -> ExtentMap:
+    def enter(self, join: Join, until_s: float) -> ExtentMap:
         """Begin a copy; pair with ``leave``. Joins when it is the first, or when the last connection was lost.
 
         Args:
-            join: makes the connection, in at most so many seconds.
+            join: makes the connection, in at most so many seconds; calls the function when the daemon's side goes away.
             until_s: longest wait, on the monotonic clock.
 
         Raises:
@@ -69,7 +70,7 @@ class Joined:
                 if self._extents is not None:
                     self._extents.close()
                     self._extents = None
-                self._extents = self._reach(until_s, lambda timeout_s: join(self.session, timeout_s))
+                self._extents = self._reach(until_s, lambda timeout_s: join(self.session, timeout_s, self._lost))
             self._users += 1
             return self._extents
         finally:
@@ -122,7 +123,17 @@ class Joined:
             self._retired = True
             self._close_if_done()
 
+    def _lost(self) -> None:
+        """The daemon's side of the connection has gone, says the connection's own thread, which closing it would wait for."""
+        threading.Thread(target=self._let_go, name="kvtierd-lost", daemon=True).start()
+
+    def _let_go(self) -> None:
+        with self._lock:
+            self._close_if_done()
+
     def _close_if_done(self) -> None:
-        if self._retired and not self._users and self._extents is not None:
-            self._extents.close()
+        """Unmap a pool that no copy uses and none will: a daemon that has started anew makes another one beside it."""
+        extents = self._extents
+        if extents is not None and not self._users and (self._retired or extents.closed):
+            extents.close()
             self._extents = None

@@ -253,7 +253,7 @@ class WorkerSide:
     def _pins_memory(self) -> bool:
         return self._layout is not None and self._layout.device.type != "cpu"
 
-    def _connect(self, session: SessionInfo, timeout_s: float) -> ExtentMap:
+    def _connect(self, session: SessionInfo, timeout_s: float, on_lost: Callable[[], None]) -> ExtentMap:
         copier = self._copier
         assert copier is not None
         return ExtentMap(
@@ -265,6 +265,7 @@ class WorkerSide:
             numa_node=self._node,
             on_mapped=copier.on_mapped,
             on_revoked=copier.on_revoked,
+            on_lost=on_lost,
         )
 
     def _session(self, part: Part) -> Joined:
