@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -28,26 +29,35 @@ class Mutation:
     new: str
     seeds: int = 1000
 
+    def apply(self) -> None:
+        """Put the bug in, for the rest of this process's life."""
+        setattr(*self.made())
+
     @contextmanager
     def applied(self) -> Iterator[None]:
         """The bug is there meanwhile."""
+        holder, name, function = self.made()
+        former = inspect.getattr_static(holder, name)
+        setattr(holder, name, function)
+        try:
+            yield
+        finally:
+            setattr(holder, name, former)
+
+    def made(self) -> tuple[Any, str, Any]:
+        """Where the changed function belongs, its name there, and the function. Raises AssertionError when the code is another."""
         module_name, path = self.where.split(":")
         holder = importlib.import_module(module_name)
         *outer, name = path.split(".")
         for part in outer:
             holder = getattr(holder, part)
-        former = inspect.getattr_static(holder, name)
         function = inspect.unwrap(getattr(holder, name))
         source = textwrap.dedent(inspect.getsource(function))
         assert source.count(self.old) == 1, f"{self.name}: the text to change is in {self.where} {source.count(self.old)} times"
-        made: dict[str, object] = {}
+        made: dict[str, Any] = {}
         code = "from __future__ import annotations\n" + source.replace(self.old, self.new)
         exec(compile(code, self.where, "exec"), function.__globals__, made)
-        setattr(holder, name, made[name])
-        try:
-            yield
-        finally:
-            setattr(holder, name, former)
+        return holder, name, made[name]
 
 
 SAVES = "kvtierd.core.saves:Saves."
@@ -85,7 +95,7 @@ CORE = [
         "elif target.tier is Tier.NVME:",
         "elif False:",
     ),
-    Mutation("quotas are not looked at", SPACE + "allocate", "if quota and", "if False and"),
+    Mutation("quotas are not looked at", SPACE + "allocate", "if quota is not None and", "if False and"),
     Mutation(
         "a slot is free while somebody reads it",
         STATE + "evict",

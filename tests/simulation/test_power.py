@@ -5,9 +5,12 @@ Method: put one bug after the other into core, recovery, executor and store, and
 
 from __future__ import annotations
 
+import os
+from contextlib import closing
+
 import pytest
 
-from kvtierd.testing.simulation.run import run_seed
+from kvtierd.testing.simulation.campaign import outcomes
 from tests.simulation.mutations import MUTATIONS, Mutation
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -15,5 +18,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name)
 def test_a_bug_is_found(mutation: Mutation) -> None:
-    with mutation.applied():
-        assert any(not run_seed(seed).ok for seed in range(mutation.seeds)), f"not found within {mutation.seeds} seeds"
+    mutation.made()  # in a process of the campaign a mistake would only be seen as silence
+    with closing(outcomes(range(mutation.seeds), len(os.sched_getaffinity(0)), mutation.apply)) as found:
+        assert any(not outcome.ok for outcome in found), f"not found within {mutation.seeds} seeds"

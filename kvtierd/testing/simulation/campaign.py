@@ -6,9 +6,9 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import get_context
-from typing import Final
+from typing import Any, Final
 
 from kvtierd.testing.simulation.run import Outcome, run_seed
 
@@ -41,7 +41,7 @@ def _many(seeds: range, jobs: int) -> int:
     failed: list[int] = []
     done = events = 0
     simulated_s = 0.0
-    for outcome in _outcomes(seeds, jobs):
+    for outcome in outcomes(seeds, jobs):
         done += 1
         events += outcome.events
         simulated_s += outcome.simulated_s
@@ -61,19 +61,19 @@ def _many(seeds: range, jobs: int) -> int:
     return int(bool(failed))
 
 
-def _outcomes(seeds: range, jobs: int) -> Iterator[Outcome]:
-    if jobs == 1:
-        yield from map(run_seed, seeds)
-        return
+def outcomes(seeds: range, jobs: int, prepare: Callable[[], object] | None = None) -> Iterator[Outcome]:
+    """Run seeds in as many processes, in each of which ``prepare`` is called before."""
     context = get_context("spawn")
     cores = context.Queue()
     allowed = sorted(os.sched_getaffinity(0))
     for n in range(jobs):
         cores.put(allowed[n % len(allowed)])
-    with context.Pool(jobs, _stay_on_core, (cores,)) as pool:
+    with context.Pool(jobs, _begin, (cores, prepare)) as pool:
         yield from pool.imap_unordered(run_seed, seeds, CHUNK)
 
 
-def _stay_on_core(cores: object) -> None:
-    """One thread runs at a time, and hands over far faster on the same core."""
-    os.sched_setaffinity(0, {cores.get()})  # type: ignore[attr-defined]
+def _begin(cores: Any, prepare: Callable[[], object] | None) -> None:
+    # One thread runs at a time, and hands over far faster on the same core.
+    os.sched_setaffinity(0, {cores.get()})
+    if prepare is not None:
+        prepare()
