@@ -22,6 +22,7 @@ from kvtierd.cli.output import (
 )
 from kvtierd.errors import Reason, RequestError
 from kvtierd.model import Tier
+from kvtierd.service.tenant_messages import amount_message, ttl_message
 from kvtierd.units import Share, amount_text, parse_amount, parse_share, parse_ttl
 from kvtierd.v1 import admin_pb2 as pb
 
@@ -54,17 +55,14 @@ def _option(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def _amount(text: str) -> pb.Amount:
-    amount = parse_amount(text)
-    if amount is None:
-        return pb.Amount(unlimited=True)
-    return pb.Amount(share=float(amount)) if isinstance(amount, Share) else pb.Amount(bytes=amount)
+    return amount_message(parse_amount(text))
 
 
 def _own_ttl(text: str) -> pb.OwnTtl:
     if text == "tier":
-        return pb.OwnTtl(of_tier=True)
+        return ttl_message(None)
     seconds = parse_ttl(text)
-    return pb.OwnTtl(never=True) if seconds is None else pb.OwnTtl(seconds=seconds)
+    return ttl_message("never" if seconds is None else seconds)
 
 
 def _limit_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -121,7 +119,7 @@ def set_(ctx: click.Context, /, name: str, reset: tuple[str, ...], as_json: bool
         if quota is not None and is_none:
             raise click.UsageError(f"--{tier}-quota and --no-{tier}-quota exclude each other")
         parts = {
-            "quota": pb.Amount(unlimited=True) if is_none else quota,
+            "quota": amount_message(None) if is_none else quota,
             "reserve": options[f"{tier}_reserve"],
             "ttl": options[f"{tier}_ttl"],
         }

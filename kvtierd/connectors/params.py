@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from kvtierd.config import MAX_DURATION_S, MAX_TENANT_NAME, parse_duration
+from kvtierd.config import MAX_DURATION_S, parse_duration
+from kvtierd.tenant_config import MAX_TENANT_NAME, is_tenant_name
 
 __all__ = ["DEFAULT_PIN_S", "RequestSettings", "request_settings"]
 
@@ -85,7 +86,7 @@ def _tenant(key: str, value: object) -> str:
     if value is None:
         return ""
     text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-    if not isinstance(text, str) or not 1 <= len(text) <= MAX_TENANT_NAME or not text.isprintable():
+    if not isinstance(text, str) or not is_tenant_name(text):
         raise ValueError(f"{key} is a name of 1 to {MAX_TENANT_NAME} printable characters; got {_short(value)}")
     return text
 

@@ -12,6 +12,7 @@ from kvtierd.core.realm import Tenant
 from kvtierd.errors import Reason, RequestError
 from kvtierd.model import Tier
 from kvtierd.runtime import Runtime
+from kvtierd.service.tenant_messages import amount_message, ttl_message
 from kvtierd.tenant_config import TenantConfig
 from kvtierd.units import MAX_DURATION_S, MAX_SIZE_BYTES, Share
 from kvtierd.v1 import admin_pb2 as pb
@@ -181,20 +182,12 @@ def _ttl(key: str, ttl: pb.OwnTtl) -> float | str | None:
 
 def _limits_message(config: TenantConfig) -> pb.TenantLimits:
     message = pb.TenantLimits(
-        tenant_class=next(n for n, name in _CLASSES.items() if name == config.tenant_class),
+        tenant_class=class_number(TenantClass(config.tenant_class)),
         scope=next(n for n, name in _SCOPES.items() if name == config.scope),
         write_budget_share=config.write_budget_share,
     )
     for tier in Tier:
         name = tier.name.lower()
-        own = config.ttl(name)
-        ttl = pb.OwnTtl(of_tier=True) if own is None else pb.OwnTtl(never=True) if own == "never" else pb.OwnTtl(seconds=float(own))
-        quota, reserve = _amount_message(config.quota(name)), _amount_message(config.reserve(name))
-        getattr(message, name).CopyFrom(pb.TierLimits(quota=quota, reserve=reserve, ttl=ttl))
+        quota, reserve = amount_message(config.quota(name)), amount_message(config.reserve(name))
+        getattr(message, name).CopyFrom(pb.TierLimits(quota=quota, reserve=reserve, ttl=ttl_message(config.ttl(name))))
     return message
-
-
-def _amount_message(amount: int | Share | None) -> pb.Amount:
-    if amount is None:
-        return pb.Amount(unlimited=True)
-    return pb.Amount(share=float(amount)) if isinstance(amount, Share) else pb.Amount(bytes=amount)

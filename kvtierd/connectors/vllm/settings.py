@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
 from kvtierd.client.address import ADDRESS_VARIABLE, socket_path
-from kvtierd.config import MAX_TENANT_NAME
 from kvtierd.connectors import lmcache
+from kvtierd.tenant_config import MAX_TENANT_NAME, is_tenant_name
 
 PREFIX: Final = "kvtierd."
 ROLES: Final = ("both", "save", "load")
@@ -164,7 +164,7 @@ def _check_address(key: str, address: str) -> None:
 
 
 def _check_tenant(key: str, name: str) -> None:
-    if len(name) > MAX_TENANT_NAME or not name.isprintable():
+    if name and not is_tenant_name(name):
         raise ValueError(f"{key}: the name of a tenant has at most {MAX_TENANT_NAME} printable characters; got {name!r}")
 
 

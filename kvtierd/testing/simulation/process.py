@@ -23,11 +23,11 @@ from kvtierd.testing.simulation.clients import Client, key_of
 from kvtierd.testing.simulation.contents import Contents, Place, place_of
 from kvtierd.testing.simulation.files import Files
 from kvtierd.testing.simulation.loop import SimLoop, discard
+from kvtierd.testing.simulation.scenario import KIB
 from kvtierd.testing.simulation.syscalls import SimOs
 from kvtierd.testing.simulation.threads import ProcessDies, World
 from kvtierd.transfer.executor import MoveReport
 
-KIB: Final = 1024
 IDLE_S: Final = 600.0
 MAX_IDLE_TICKS: Final = 1200
 """In ``IDLE_S`` in which nothing happens."""
