@@ -92,6 +92,10 @@ class CoreState:
         self.shares.limited(tenant)
         self.turns.limited(tenant)
 
+    def is_shared(self, tenant: str) -> bool:
+        """Whether a tenant's scope is shared at present."""
+        return self.limits.get(tenant, NO_LIMITS).shared
+
     def save_tier(self, tenant: Tenant) -> Tier:
         """Where a tenant's saves get their slots."""
         return Tier.CPU if tenant.limits.tenant_class is TenantClass.BASIC else self.config.save_tier

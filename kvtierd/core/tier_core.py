@@ -91,7 +91,7 @@ class TierCore:
         """
         state = self.state
         if shared is None:
-            shared = state.limits.get(tenant, NO_LIMITS).shared
+            shared = state.is_shared(tenant)
         identity = (tenant, namespace.fingerprint(), shared)
         known = state.realm_ids.get(identity)
         if known is not None:
@@ -112,6 +112,11 @@ class TierCore:
         state.realms[realm_id] = realm
         state.realm_ids[identity] = realm_id
         return realm, True
+
+    def known_realm(self, tenant: str, fingerprint: bytes) -> Realm | None:
+        """The realm that a tenant has at present for the namespace of a fingerprint; None when it has none."""
+        known = self.state.realm_ids.get((tenant, fingerprint, self.state.is_shared(tenant)))
+        return None if known is None else self.state.realms[known]
 
     def _make_place(self, kept: Iterable[int]) -> None:
         state = self.state

@@ -15,7 +15,6 @@ from typing import Any, Final
 
 from kvtierd.config import MAX_TENANT_NAME, Config
 from kvtierd.core.block import Block, CopyState
-from kvtierd.core.limits import NO_LIMITS
 from kvtierd.core.realm import Realm
 from kvtierd.core.saves import BUSY, WHOLE, Request
 from kvtierd.core.tickets import PinTicket, ReadTicket, SaveGrant
@@ -31,6 +30,7 @@ from kvtierd.runtime.settings import core_config
 from kvtierd.runtime.tenants import TenantBook
 from kvtierd.runtime.waiting import Waiters
 from kvtierd.runtime.wallclock import WallClock
+from kvtierd.tenant_config import is_tenant_name
 from kvtierd.tiers.base import RealmInfo
 from kvtierd.tiers.cpu import CpuPool
 from kvtierd.tiers.nvme import NvmeStore
@@ -178,12 +178,10 @@ class Runtime:
         Raises:
             RequestError: BAD_REQUEST for a tenant name that cannot be; LIMIT for too many realms.
         """
-        shared = self.core.state.limits.get(tenant, NO_LIMITS).shared
-        identity = (tenant, namespace.fingerprint(), shared)
-        known = self.core.state.realm_ids.get(identity)
+        known = self.core.known_realm(tenant, namespace.fingerprint())
         if known is not None:
-            return self.core.state.realms[known]
-        if not tenant.isprintable() or len(tenant) > MAX_TENANT_NAME:
+            return known
+        if not is_tenant_name(tenant):
             raise RequestError(Reason.BAD_REQUEST, f"a tenant name has at most {MAX_TENANT_NAME} printable characters")
         kept = (realm_id for attached in self.sessions for realm_id in attached.realm_ids)  # looked at only when places are rare
         before = set(self.core.state.realms) if decisions.wanted() else set()
@@ -246,13 +244,10 @@ class Runtime:
 
     def probe(self, attached: Attached, tenant: str, key: bytes, count: int) -> bool:
         """Whether a load of ``count`` blocks that begins with ``key`` would find that one; see ``TierCore.expect``."""
-        name, realm = tenant or attached.tenant, attached.core.realm
-        shared = self.core.state.limits.get(name, NO_LIMITS).shared
-        if name != attached.tenant or realm.shared is not shared:
-            realm_id = self.core.state.realm_ids.get((name, attached.namespace.fingerprint(), shared))
-            if realm_id is None:
-                return False  # nothing was ever saved there
-            realm = self.core.state.realms[realm_id]
+        name = tenant or attached.tenant
+        realm = self.core.known_realm(name, attached.core.realm.fingerprint)
+        if realm is None:
+            return self.core.state.is_shared(name)  # a load will tell what others have saved; what is private was never saved
         return self.core.expect(self.now(), realm, key, count)
 
     async def save(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 
+from kvtierd.core.slots import Extent
 from kvtierd.errors import Reason, RequestError
 from kvtierd.model import KEY_BYTES, MAX_KEYS_PER_CALL, Tier
 from kvtierd.runtime import Runtime
@@ -37,17 +38,14 @@ class RuntimeAuthority:
             attached.nodes[shard] = numa_node
         what = "pins memory" if pins_memory else "pins no memory"
         log.debug("pid %d joined session %d as shard %d (NUMA node %d, %s)", pid, attached.session_id, shard, numa_node, what)
-        extents = self._rt.core.state.pools[Tier.CPU].extents
-        theirs = [i for i, e in extents.items() if e.group.realm_id in attached.realm_ids and shard in (-1, e.group.shard)]
+        theirs = [i for i, e in self._rt.core.state.pools[Tier.CPU].extents.items() if self._may_map(attached, e, shard)]
         return JoinGrant(self._rt.boot_epoch, attached.namespace.slot_bytes, attached.session_id, theirs)
 
     def may_map(self, session_id: int, extent_id: int, shard: int) -> ExtentInfo | None:
         """An extent of one of the session's realms, of the process's shard."""
         attached = self._rt.sessions.by_id(session_id)
         extent = self._rt.core.state.pools[Tier.CPU].extents.get(extent_id)
-        if attached is None or extent is None or not self._may_see(attached, extent.group.realm_id):
-            return None
-        if shard not in (-1, extent.group.shard):
+        if attached is None or extent is None or not self._may_map(attached, extent, shard):
             return None
         return ExtentInfo(extent.size_bytes, extent.slot_bytes, extent.group.shard, self._rt.cpu.fd(extent_id))
 
@@ -59,6 +57,10 @@ class RuntimeAuthority:
         if len(key) != KEY_BYTES:
             raise RequestError(Reason.BAD_KEY, f"a key takes {KEY_BYTES} bytes; got {len(key)}")
         return self._rt.probe(attached, tenant, key, min(count, MAX_KEYS_PER_CALL))
+
+    def _may_map(self, attached: Attached, extent: Extent, shard: int) -> bool:
+        """True for an extent that a session's process for this shard (-1: for all) may map."""
+        return shard in (-1, extent.group.shard) and self._may_see(attached, extent.group.realm_id)
 
     def _may_see(self, attached: Attached, realm_id: int) -> bool:
         """True for a realm that a session acts for, and for one whose blocks such a realm finds because both are shared."""

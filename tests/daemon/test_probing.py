@@ -9,35 +9,30 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvtierd.client import Client, Prober
+from kvtierd.client import Client, ExtentMap, Prober
 from kvtierd.client.probing import MAX_OPEN
 from kvtierd.errors import Reason, RequestError
-from kvtierd.model import KEY_BYTES, MAX_KEYS_PER_CALL, Namespace
+from kvtierd.model import KEY_BYTES, MAX_KEYS_PER_CALL
 from kvtierd.testing.daemon import DaemonProcess
+from tests.daemon.conftest import MIB
 
-SHARD = 1 << 20
+MakeDaemon = Callable[..., DaemonProcess]
+MakeClient = Callable[..., Client]
 KEYS = [bytes([n]) * KEY_BYTES for n in range(8)]
 
 
 @pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
-    made = DaemonProcess(tmp_path / "d")
-    try:
-        yield made.start()
-    finally:
-        made.kill()
+def daemon(make_daemon: MakeDaemon) -> DaemonProcess:
+    return make_daemon()
 
 
 @pytest.fixture
-def client(daemon: DaemonProcess) -> Iterator[Client]:
-    made = Client(Namespace(shard_bytes=(SHARD,), model="m"), daemon.address, require=True)
-    yield made
-    made.close()
+def client(daemon: DaemonProcess, make_client: MakeClient) -> Client:
+    return make_client(daemon)
 
 
 @pytest.fixture
@@ -79,6 +74,28 @@ def test_other_tenants_blocks_are_not_seen(client: Client, prober: Prober) -> No
     assert wait(prober, prober.ask(KEYS[0], 1, "a"))
     assert not wait(prober, prober.ask(KEYS[0], 1))
     assert not wait(prober, prober.ask(KEYS[0], 1, "never heard of"))
+
+
+def test_what_others_share_is_not_taken_for_absent(make_daemon: MakeDaemon, make_client: MakeClient) -> None:
+    """Of a tenant that has saved nothing yet, too."""
+    daemon = make_daemon("shared", tenants={name: {"scope": "shared"} for name in ("a", "b")})
+    client = make_client(daemon, tenant="a")
+    save(client, KEYS[:1])
+    assert client.descriptor_socket
+    prober = Prober(client.descriptor_socket, client.session_token)
+    try:
+        assert wait(prober, prober.ask(KEYS[0], 1, "b"))
+        assert not wait(prober, prober.ask(KEYS[0], 1, "c"))
+    finally:
+        prober.close()
+    reader = make_client(daemon, tenant="b")
+    assert reader.descriptor_socket
+    extents = ExtentMap(reader.descriptor_socket, reader.session_token)
+    try:
+        assert len(extents.existing) == 1, "what it may map of others is told as well"
+        extents.map(extents.existing)
+    finally:
+        extents.close()
 
 
 def test_a_load_that_is_not_made_counts_as_missed(client: Client, prober: Prober, daemon: DaemonProcess) -> None:
@@ -149,7 +166,7 @@ def test_needs_a_session(client: Client) -> None:
 
 def test_what_exists_is_told_to_who_joins(client: Client, make_extents: Callable[[], tuple[int, ...]]) -> None:
     assert make_extents() == ()
-    buffers = [np.zeros(SHARD, np.uint8)]
+    buffers = [np.zeros(MIB, np.uint8)]
     client.save(KEYS[:1], [buffers])
     (extent,) = make_extents()
     assert extent > 0
@@ -157,8 +174,6 @@ def test_what_exists_is_told_to_who_joins(client: Client, make_extents: Callable
 
 @pytest.fixture
 def make_extents(client: Client) -> Callable[[], tuple[int, ...]]:
-    from kvtierd.client import ExtentMap
-
     def make() -> tuple[int, ...]:
         assert client.descriptor_socket
         extents = ExtentMap(client.descriptor_socket, client.session_token)
