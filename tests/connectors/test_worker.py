@@ -82,6 +82,7 @@ def test_mapping_ahead_ends_with_the_session(
     workers: Callable[..., Worker], daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = workers(daemon)
+    assert worker.side.wait_for_copies(PATIENCE_S), "what joined it has left"
     joined = worker.side._sessions[worker.client.session_token]
     extents = joined.enter(worker.side._connect, time.monotonic() + 10)
     asked: list[list[int]] = []
