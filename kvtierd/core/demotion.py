@@ -258,10 +258,18 @@ class Demoter:
                 return False
             if start(copy, "quota", drop=True):
                 return True
-            if realm not in turns.paused:
-                return False  # there is room soon
+            if realm not in turns.paused and self._makes_room(turns.lower(tier)):
+                return False
         state.evict(now, copy, "quota")
         return True
+
+    def _makes_room(self, tier: Tier | None) -> bool:
+        """Whether room may come on a tier that has none: something is under way there, or can still be written down."""
+        state = self._state
+        if tier is None:
+            return False
+        pool = state.pools[tier]
+        return bool(state.moves or pool.leaving or pool.retiring or state.turns.next_dirty(tier))
 
 
 def _excess_bytes(tenant: Tenant, tier: Tier) -> int:

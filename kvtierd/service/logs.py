@@ -60,6 +60,14 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str)
 
 
+def tell_quietly(record: logging.LogRecord) -> bool:
+    """A filter for gRPC's logger: what it calls an unexpected exception when a caller leaves while its answer is sent, is none."""
+    if record.exc_info and record.exc_info[0] and record.exc_info[0].__name__ == "ExecuteBatchError":
+        log.debug("a call was given up while its answer was sent")
+        return False
+    return True
+
+
 def set_up_logging(config: LogConfig) -> None:
     """Send the daemon's log lines to standard error."""
     handler = logging.StreamHandler(sys.stderr)
@@ -69,3 +77,4 @@ def set_up_logging(config: LogConfig) -> None:
     root.setLevel(config.level.upper())
     for noisy in ("aiohttp.access", "asyncio", "grpc._cython.cygrpc"):
         logging.getLogger(noisy).setLevel("WARNING")
+    logging.getLogger("grpc._cython.cygrpc").addFilter(tell_quietly)

@@ -229,3 +229,23 @@ def test_long_histories(first: int) -> None:
         except BaseException as e:
             e.add_note(f"seed {seed}")
             raise
+
+
+def test_what_is_above_the_quota_goes_although_nothing_below_can_make_room() -> None:
+    """Goal: a tenant that may no longer be in HBM leaves it. Method: CPU memory is full of copies that nothing has to write down.
+
+    Found by the machine: the copy in HBM waited for room below that only others' saves could have made.
+    """
+    d = Driver(
+        cpu=64, ttl=False, extent=16, promote=4, hbm=128, share=0.5, admission="all", quota=False, into_hbm=False, late=True,
+        nvme=128, policy="lru",
+    )  # fmt: skip
+    d.put(count=3, first=0, r=46, s=0)
+    d.put_hbm(key=0, r=810)
+    d.load(count=1, each=False, first=0, r=0, s=0, wait_s=0.0)
+    d.put(count=11, first=0, r=0, s=0)
+    d.abandon(t=0)
+    d.save(count=1, first=0, r=501, s=0)
+    d.put_hbm(key=0, r=23)
+    d.limit(n=469, t=99)
+    d.settle()

@@ -9,8 +9,10 @@ import logging
 from pathlib import Path
 
 import pytest
+from grpc._cython import cygrpc
 
 from kvtierd.client import Client
+from kvtierd.config import LogConfig
 from kvtierd.model import Namespace
 from kvtierd.service import logs
 from kvtierd.service.logs import SLOW_EVERY_S, SlowLog
@@ -69,3 +71,24 @@ def test_a_daemon_tells_slow_calls_and_moves(tmp_path: Path) -> None:
     assert "slow: Lookup took" in text
     assert "slow: moving blocks from cpu to nvme took" in text
     assert "slow: Attach" not in text, "a session lasts as long as its client wants"
+
+
+def test_a_caller_that_leaves_while_grpc_sends_its_answer_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    def tell(error: Exception) -> None:
+        try:
+            raise error
+        except Exception:
+            logging.getLogger("grpc._cython.cygrpc").exception("Unexpected exception")
+
+    root = logging.getLogger()
+    before = root.handlers[:], root.level
+    logs.set_up_logging(LogConfig(level="debug"))
+    root.addHandler(caplog.handler)
+    try:
+        tell(cygrpc.ExecuteBatchError('Failed "execute_batch"'))
+        tell(ValueError("a fault of ours"))
+    finally:
+        root.handlers[:] = before[0]
+        root.setLevel(before[1])
+    assert [r.levelname for r in caplog.records] == ["DEBUG", "ERROR"]
+    assert "given up" in caplog.messages[0] and "Traceback" in caplog.text and "execute_batch" not in caplog.text
