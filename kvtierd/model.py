@@ -19,6 +19,8 @@ _KEY_FORMAT: Final = f"{KEY_BYTES}s"
 PAGE_BYTES: Final = 4096
 MAX_KEYS_PER_CALL: Final = 65_536
 MAX_SHARDS: Final = 1024
+MAX_REALMS: Final = 65_536
+"""Pairs of a tenant and a namespace that a daemon holds blocks for, or has sessions of."""
 MAX_SHARD_BYTES: Final = 1 << 32
 SLOT_INDEX_BITS: Final = 32
 DEFAULT_TENANT: Final = "default"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvtierd.model import Tier
+from kvtierd.model import MAX_REALMS, Tier
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class CoreConfig:
     """Of one session."""
     max_ticket_share: float = 0.5
     """Of CPU memory, for one session's tickets; and for all pins together."""
-    max_realms: int = 4096
+    max_realms: int = MAX_REALMS
     """Places for realms; those without blocks and sessions give theirs up when all are taken."""
     retry_s: float = 5.0
     """Pause after a device refused a write, or after no room was found below for a realm."""

@@ -204,7 +204,9 @@ class Runtime:
         async with self._realm_lock:
             try:
                 info = RealmInfo(realm.realm_id, realm.tenant.name, realm.namespace, realm.shared)
-                await asyncio.to_thread(store.register_realm, info, frozenset(self.core.state.realms))
+                counting = self.core.state.realms
+                in_use = frozenset(counting) if store.holds_forgotten(len(counting)) else None
+                await asyncio.to_thread(store.register_realm, info, in_use)
                 realm.writable = True
             except (OSError, RequestError) as e:
                 log.error("cannot record a namespace on NVMe: %s; its blocks stay in memory", e)

@@ -1,14 +1,13 @@
 """One folder of the NVMe tier: is it fit for use, who holds it, which files in it are ours, and how is it doing.
 
-Files: ``LOCK``, ``pool.json`` (pool id and realms), ``budget.json`` (see ``budget_file``), ``journal-N.kvj``, ``snapshot-N.kvs``
-and ``segment-E-B-C.kv`` (extent id, bytes of a slot, count of slots). ``*.tmp`` is unfinished and deleted at the next start. Files
-of another format version are renamed to ``*.old-format-N`` and never touched again. What only looks like one of these (see
-:func:`_is_plausible`) is left alone and named in a warning.
+Files: ``LOCK``, ``pool.json`` and ``realms.log`` (see ``pool_file``), ``budget.json`` (see ``budget_file``), ``journal-N.kvj``,
+``snapshot-N.kvs`` and ``segment-E-B-C.kv`` (extent id, bytes of a slot, count of slots). ``*.tmp`` is unfinished and deleted at
+the next start. Files of another format version are renamed to ``*.old-format-N`` and never touched again. What only looks like
+one of these (see :func:`_is_plausible`) is left alone and named in a warning.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import fcntl
 import json
@@ -18,16 +17,12 @@ import os
 import re
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
-
-import xxhash
+from typing import Final
 
 from kvtierd.errors import StartupError
-from kvtierd.model import FORMAT_VERSION, PAGE_BYTES, SLOT_INDEX_BITS, Namespace
-from kvtierd.tiers.base import RealmInfo
-from kvtierd.tiers.record import FILE_HEADER_BYTES, LOG_VERSIONS, POOL_ID_BYTES, file_version
+from kvtierd.model import FORMAT_VERSION, PAGE_BYTES, SLOT_INDEX_BITS
+from kvtierd.tiers.record import FILE_HEADER_BYTES, LOG_VERSIONS, file_version
 
 log = logging.getLogger(__name__)
 
@@ -43,19 +38,12 @@ MAX_SEQUENCE: Final = 1 << 40
 """The same for numbers of journals and snapshots."""
 MAX_NAMED: Final = 5
 """Files that are not ours which the warning names."""
+_UNNUMBERED: Final = frozenset(["pool.json", "realms.log", "budget.json"])
 _SEGMENT_NAME: Final = re.compile(r"segment-([1-9]\d{0,9})-([1-9]\d{0,14})-([1-9]\d{0,9})\.kv", re.ASCII)
 _LOG_NAME: Final = re.compile(r"(?:journal-([1-9]\d{0,12})\.kvj|snapshot-([1-9]\d{0,12})\.kvs)", re.ASCII)
 _OUR_NAME: Final = re.compile(
-    r"(segment-\d+-\d+-\d+\.kv|journal-\d+\.kvj|snapshot-\d+\.kvs|pool\.json|budget\.json)(\.tmp)?|probe\.tmp", re.ASCII
+    r"(segment-\d+-\d+-\d+\.kv|journal-\d+\.kvj|snapshot-\d+\.kvs|pool\.json|realms\.log|budget\.json)(\.tmp)?|probe\.tmp", re.ASCII
 )
-
-
-@dataclass(slots=True)
-class PoolFile:
-    """What ``pool.json`` says."""
-
-    pool_id: bytes
-    realms: list[RealmInfo] = field(default_factory=list)
 
 
 class Folder:
@@ -165,7 +153,7 @@ class Folder:
 
     def clean_up(self) -> None:
         """Delete unfinished files, move those of another format version aside, and say which are none of ours."""
-        foreign = [e.name for e in self._named_like_ours() if not _is_plausible(e) and e.name not in ("pool.json", "budget.json")]
+        foreign = [e.name for e in self._named_like_ours() if not _is_plausible(e) and e.name not in _UNNUMBERED]
         if foreign:
             log.warning(
                 "nvme folder %s has %d files that are named like the cache's but cannot be: %s; they are not used and take "
@@ -206,39 +194,6 @@ class Folder:
             number += 1
         os.rename(self.file(name), self.file(f"{name}.damaged-{number}"))
         log.error("%s is damaged; renamed to %s.damaged-%d and not used", self.file(name), name, number)
-
-    def load_pool(self) -> PoolFile | None:
-        """Read ``pool.json``; None when there is none or it is damaged (then it is set aside)."""
-        path = self.file("pool.json")
-        if not os.path.lexists(path):
-            return None
-        if not os.path.isfile(path):
-            self.set_aside("pool.json")
-            return None
-        with open(path, "rb") as f:
-            raw = f.read()
-        try:
-            content = json.loads(raw)
-            body = content["pool"]
-            if content["checksum"] != _checksum(body):
-                raise ValueError("checksum")
-            realms = [_realm_from(item) for item in body["realms"]]
-            return PoolFile(bytes.fromhex(body["pool_id"]), [r for r in realms if r is not None])
-        except (ValueError, KeyError, TypeError):
-            self.set_aside("pool.json")
-            return None
-
-    def save_pool(self, pool: PoolFile) -> None:
-        """Replace ``pool.json`` atomically. Raises OSError."""
-        body = {"pool_id": pool.pool_id.hex(), "realms": [_realm_to(r) for r in pool.realms]}
-        content = {"format_version": FORMAT_VERSION, "pool": body, "checksum": _checksum(body)}
-        final = self.file("pool.json")
-        with open(final + ".tmp", "wb") as f:
-            f.write(json.dumps(content).encode())
-            f.flush()
-            os.fsync(f.fileno())
-        os.rename(final + ".tmp", final)
-        self.sync()
 
     def sync(self) -> None:
         """Make renames in the folder durable."""
@@ -310,11 +265,6 @@ def segment_name(extent_id: int, slot_bytes: int, slot_count: int) -> str:
     return f"segment-{extent_id}-{slot_bytes}-{slot_count}.kv"
 
 
-def new_pool_id() -> bytes:
-    """A fresh random pool id."""
-    return os.urandom(POOL_ID_BYTES)
-
-
 def file_system_of(path: Path) -> str:
     """Type of the file system that holds a path, as the kernel names it; "" when that is not known."""
     try:
@@ -347,7 +297,7 @@ def _is_plausible(entry: os.DirEntry[str]) -> bool:
             return int(numbered[1] or numbered[2]) <= MAX_SEQUENCE
     except FileNotFoundError:
         return False
-    return entry.name.endswith(".tmp") or entry.name in ("pool.json", "budget.json")
+    return entry.name.endswith(".tmp") or entry.name in _UNNUMBERED
 
 
 def is_exhausted(error: OSError) -> bool:
@@ -369,27 +319,3 @@ def _version_of(path: str) -> int | None:
             return None
         return version if isinstance(version, int) else None
     return None
-
-
-def _checksum(body: object) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
-
-
-def _realm_to(realm: RealmInfo) -> dict[str, Any]:
-    namespace = dataclasses.asdict(realm.namespace)
-    return {
-        "realm_id": realm.realm_id,
-        "tenant": realm.tenant,
-        "fingerprint": realm.namespace.fingerprint().hex(),
-        "namespace": namespace,
-        "shared": realm.shared,
-    }
-
-
-def _realm_from(item: dict[str, Any]) -> RealmInfo | None:
-    fields = item["namespace"]
-    namespace = Namespace(**(fields | {"shard_bytes": tuple(fields["shard_bytes"])}))
-    if namespace.fingerprint().hex() != item["fingerprint"]:
-        log.error("realm %s no longer has the fingerprint it was saved with; its blocks are dropped", item["realm_id"])
-        return None
-    return RealmInfo(int(item["realm_id"]), item["tenant"], namespace, bool(item.get("shared", False)))

@@ -18,13 +18,14 @@ import aiofiles
 
 from kvtierd.config import NvmeConfig
 from kvtierd.errors import Reason, RequestError
-from kvtierd.model import PAGE_BYTES, SLOT_INDEX_BITS, slot_extent
+from kvtierd.model import MAX_REALMS, PAGE_BYTES, SLOT_INDEX_BITS, slot_extent
 from kvtierd.tiers.base import BlockIo, RealmInfo, Recovered, RecoveredExtent, Result
 from kvtierd.tiers.budget_file import SavedBudget, load_budget, save_budget
-from kvtierd.tiers.folder import Folder, PoolFile, is_exhausted
+from kvtierd.tiers.folder import Folder, is_exhausted
 from kvtierd.tiers.io_engine import IoEngine, choose_engine
 from kvtierd.tiers.journal import Journal
 from kvtierd.tiers.nvme_open import journal_limits, open_folders
+from kvtierd.tiers.pool_file import PoolFile, append_realm, save_pool
 from kvtierd.tiers.record import Entry, pack_block, pack_removal
 from kvtierd.tiers.recovery import LiveBlocks
 from kvtierd.tiers.segments import SegmentTable
@@ -34,8 +35,8 @@ from kvtierd.tiers.tenants_file import SavedTenants, load_tenants, save_tenants
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-MAX_REALMS: Final = 4096
-"""Realms kept over a restart; above it those without blocks are forgotten."""
+SPARE_REALMS: Final = 64
+"""So many forgotten realms stay in the files in any case, so that few realms are not written anew all the time."""
 
 
 class NvmeStore:
@@ -108,12 +109,17 @@ class NvmeStore:
             list(self._pool.realms), list(extents.values()), iter(blocks), self._max_generation + 1, self._max_extent_id + 1
         )
 
+    def holds_forgotten(self, in_use: int) -> bool:
+        """True when most of the recorded realms are none of those that count, of which there are so many."""
+        return len(self._realms) > 2 * in_use + SPARE_REALMS
+
     def register_realm(self, realm: RealmInfo, in_use: Collection[int] | None = None) -> None:
         """Persist a realm in every folder before its first block. Rare; blocking; no work when it is known already.
 
         Args:
             realm: the new one.
-            in_use: ids of realms that still count; the others hold nothing and are forgotten. None keeps all.
+            in_use: ids of realms that still count; the others hold nothing and are forgotten, for which the files are written
+                anew (see :meth:`holds_forgotten`). None keeps all and adds a line.
 
         Raises:
             RequestError: IO when no folder could keep it.
@@ -123,22 +129,29 @@ class NvmeStore:
             if known is not None:
                 assert known.info == realm, f"realm {realm.realm_id} is registered with other contents"
                 return
-            left = [r for r in self._pool.realms if in_use is None or r.realm_id in in_use]
-            pool = PoolFile(self._pool.pool_id, [*left, realm])
-            saved, problem = 0, ""
-            for folder in self._folders:
-                try:
-                    folder.save_pool(pool)
-                    saved += 1
-                except OSError as e:
-                    problem = e.strerror or str(e)
-                    folder.note_write_error(e)
-            if not saved:
-                raise RequestError(Reason.IO, f"no nvme folder could keep the new realm: {problem}")
-            self._pool = pool
-            for realm_id in self._realms.keys() - {r.realm_id for r in left}:
-                del self._realms[realm_id]
+            pool = self._pool
+            if in_use is not None:
+                pool = PoolFile(pool.pool_id, [*(r for r in pool.realms if r.realm_id in in_use), realm])
+                self._save_realm(lambda folder: save_pool(folder, pool))
+                for realm_id in self._realms.keys() - {r.realm_id for r in pool.realms}:
+                    del self._realms[realm_id]
+                self._pool = pool
+            else:
+                self._save_realm(lambda folder: append_realm(folder, pool.pool_id, realm))
+                pool.realms.append(realm)
             self._realms[realm.realm_id] = StoredRealm(realm)
+
+    def _save_realm(self, save: Callable[[Folder], None]) -> None:
+        saved, problem = 0, ""
+        for folder in self._folders:
+            try:
+                save(folder)
+                saved += 1
+            except OSError as e:
+                problem = e.strerror or str(e)
+                folder.note_write_error(e)
+        if not saved:
+            raise RequestError(Reason.IO, f"no nvme folder could keep the new realm: {problem}")
 
     def add_extent(self, extent_id: int, slot_bytes: int, slot_count: int) -> None:
         """Note a new extent. Non-blocking; its file is made at its first write.

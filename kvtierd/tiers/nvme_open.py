@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from kvtierd.config import NvmeConfig
 from kvtierd.errors import StartupError
 from kvtierd.tiers.base import RealmInfo
-from kvtierd.tiers.folder import Folder, PoolFile, new_pool_id, segment_name
+from kvtierd.tiers.folder import Folder, segment_name
+from kvtierd.tiers.pool_file import PoolFile, load_pool, new_pool_id, save_pool
 
 log = logging.getLogger(__name__)
 
@@ -85,22 +86,24 @@ def _choose_path(config: NvmeConfig, folder: Folder) -> None:
 
 def _agree_on_pool(folders: Sequence[Folder]) -> PoolFile:
     """One pool id and all realms; written to folders that lack them."""
-    found = [(folder, folder.load_pool()) for folder in folders]
-    ids = {pool.pool_id: folder.path for folder, pool in found if pool is not None}
+    found = [(folder, *load_pool(folder)) for folder in folders]
+    ids = {pool.pool_id: folder.path for folder, pool, _ in found if pool is not None}
     if len(ids) > 1:
         raise StartupError(
             f"nvme folders {' and '.join(ids.values())} hold caches of different daemons: name only folders that were used "
             "together, or empty one of them"
         )
     realms: dict[int, RealmInfo] = {}
-    for _, pool in found:
+    for _, pool, _ in found:
         for realm in pool.realms if pool else ():
             if realms.setdefault(realm.realm_id, realm) != realm:
                 raise StartupError(f"nvme folders disagree about realm {realm.realm_id}: empty the one that was not used last")
-    merged = PoolFile(next(iter(ids), None) or new_pool_id(), [realms[i] for i in sorted(realms)])
-    for folder, pool in found:
-        if pool is None or pool.realms != merged.realms:
-            folder.save_pool(merged)
+    # Of two with the same identity the earlier was forgotten, as it held nothing, and the later took its place.
+    latest = {(r.tenant, r.namespace.fingerprint(), r.shared): r for _, r in sorted(realms.items())}
+    merged = PoolFile(next(iter(ids), None) or new_pool_id(), list(latest.values()))
+    for folder, pool, whole in found:
+        if pool is None or not whole or pool.realms != merged.realms:
+            save_pool(folder, merged)
     return merged
 
 

@@ -18,6 +18,7 @@ from click.testing import CliRunner, Result
 from kvtierd.cli import cli
 from kvtierd.client import Client
 from kvtierd.errors import StartupError
+from kvtierd.model import Namespace
 from kvtierd.testing.daemon import DaemonProcess
 from kvtierd.v1 import admin_pb2 as pb
 from tests.daemon.conftest import MIB
@@ -274,3 +275,29 @@ def test_many_tenants_are_listed_page_by_page(make_daemon: MakeDaemon) -> None:
         text = stub.GetMetrics(pb.GetMetricsRequest()).text
     assert len({line.split('tenant="')[1].split('"')[0] for line in text.splitlines() if 'tenant="' in line}) <= 101
     assert "t249" in run(daemon, "tenants", "list").output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_thousands_of_tenants_find_their_blocks_after_a_restart(make_daemon: MakeDaemon) -> None:
+    """Goal: far more tenants than have memory at a time keep what they saved, each its own.
+
+    Method: one block a tenant under the same key; memory holds those of 64 tenants, the rest goes to NVMe as they come.
+    """
+    daemon = make_daemon(cpu={"capacity": "64MiB", "extent": "1MiB", "prefault": False}, nvme={"capacity": "1GiB"})
+    key, size, count = bytes(32), 4096, 5000
+
+    def content(number: int) -> bytes:
+        return number.to_bytes(8, "little") * (size // 8)
+
+    for number in range(count):
+        with Client(Namespace((size,)), daemon.address, tenant=f"tenant-{number}", require=True) as client:
+            assert client.save([key], [content(number)], wait_s=30.0).saved == 1
+    daemon.stop()
+    daemon.start()
+    assert daemon.status().blocks == count
+    for number in range(0, count, 53):
+        with Client(Namespace((size,)), daemon.address, tenant=f"tenant-{number}", require=True) as client:
+            buffer = bytearray(size)
+            assert client.load([key], [buffer]).loaded == 1
+            assert bytes(buffer) == content(number)

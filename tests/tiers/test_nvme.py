@@ -326,10 +326,12 @@ def test_a_realm_that_no_folder_keeps_is_refused(store: NvmeStore, monkeypatch: 
     def fails(*_: object) -> None:
         raise OSError(errno.EIO, "broken")
 
-    monkeypatch.setattr("kvtierd.tiers.folder.Folder.save_pool", fails)
-    with pytest.raises(RequestError, match="broken") as refused:
-        store.register_realm(realm_of(5, realm_id=9))
-    assert refused.value.reason is Reason.IO
+    monkeypatch.setattr("kvtierd.tiers.nvme.save_pool", fails)
+    monkeypatch.setattr("kvtierd.tiers.nvme.append_realm", fails)
+    for in_use in (None, {REALM.realm_id}):
+        with pytest.raises(RequestError, match="broken") as refused:
+            store.register_realm(realm_of(5, realm_id=9), in_use)
+        assert refused.value.reason is Reason.IO
     store.register_realm(REALM)  # known already: nothing to save
 
 

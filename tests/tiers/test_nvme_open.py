@@ -199,10 +199,10 @@ def test_another_format_version_is_moved_aside_whole(
     assert (recovered.realms, recovered.extents, list(recovered.blocks)) == ([], [], [])
     assert "format version 3" in caplog.text
     aside = sorted(re.sub(r"-\d+-\d+-\d+", "", p.name) for p in tmp_path.glob("*.old-format-1"))
-    assert aside == ["journal-1.kvj.old-format-1", "pool.json.old-format-1", "segment.kv.old-format-1"]
+    assert aside == ["journal-1.kvj.old-format-1", "pool.json.old-format-1", "realms.log.old-format-1", "segment.kv.old-format-1"]
     store.close()
     open_store(config_for(tmp_path))[0].close()
-    assert len(list(tmp_path.glob("*.old-format-1"))) == 3, "nothing touches them again"
+    assert len(list(tmp_path.glob("*.old-format-1"))) == 4, "nothing touches them again"
 
 
 def test_unfinished_files_are_deleted_and_foreign_ones_left_alone(tmp_path: Path) -> None:
@@ -211,34 +211,6 @@ def test_unfinished_files_are_deleted_and_foreign_ones_left_alone(tmp_path: Path
     store, recovered = open_store(config_for(tmp_path))
     assert recovered.extents == []
     assert sorted(p.name for p in tmp_path.iterdir()) == ["LOCK", "journal-1.kvj", "notes.txt", "pool.json", "segment-x.kv"]
-    store.close()
-
-
-def test_too_many_realms_are_trimmed_to_those_with_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtierd.tiers.nvme.MAX_REALMS", 2)
-    store, _ = open_store(config_for(tmp_path))
-    realms = [realm_of(SIZE, realm_id=n, tenant=f"t{n}") for n in range(1, 5)]
-    for realm in realms:
-        store.register_realm(realm)
-    store.add_extent(1, SLOT, 2)
-    assert store.write([block(realms[2], 0, 1, slot_id(1, 0))]) == [Result.OK]
-    store.close()
-    store, recovered = open_store(config_for(tmp_path))
-    assert recovered.realms == [realms[2]]
-    store.close()
-
-
-def test_realms_that_are_not_in_use_are_forgotten_when_a_new_one_comes(tmp_path: Path) -> None:
-    store, _ = open_store(config_for(tmp_path))
-    realms = [realm_of(SIZE, realm_id=n, tenant=f"t{n}") for n in range(1, 5)]
-    for realm in realms[:3]:
-        store.register_realm(realm)
-    store.register_realm(realms[3], {2, 4})
-    store.add_extent(1, SLOT, 2)
-    assert store.write([block(realms[1], 0, 1, slot_id(1, 0))]) == [Result.OK]
-    store.close()
-    store, recovered = open_store(config_for(tmp_path))
-    assert recovered.realms == [realms[1], realms[3]]
     store.close()
 
 
