@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvtierd.core.block import Block, CopyState
+from kvtierd.core.block import Block, Copy, CopyState
 from kvtierd.core.commands import Forget, Move, Progress, StartMoves
 from kvtierd.core.limits import Limits
 from kvtierd.core.realm import Realm
@@ -17,6 +17,7 @@ from kvtierd.core.settings import CoreConfig
 from kvtierd.core.slots import NewExtent, RetireExtent
 from kvtierd.core.tickets import GRANTED, Entry, PinTicket, ReadTicket, SaveGrant, Session
 from kvtierd.core.tier_core import TierCore
+from kvtierd.errors import Reason
 from kvtierd.model import Namespace, Result, Tier, slot_extent, slot_index
 
 KIB = 1024
@@ -86,6 +87,29 @@ class Shell:
         self.ttl_s: float | None = None  # of saves
         self.followed: set[tuple[Realm, bytes, Tier]] = set()
         self.core.state.changes = []
+        self._watch_reserves()
+
+    def _watch_reserves(self) -> None:
+        """Whoever asks for room never gets what another tenant's reserve keeps."""
+        space, state = self.core._space, self.core.state
+        allocate, evict = space.allocate, state.evict
+        asking: list[Realm] = []
+
+        def allocate_for(now: float, tier: Tier, realm: Realm, source: Copy | None = None) -> tuple[int, ...] | Reason:
+            asking.append(realm)
+            try:
+                return allocate(now, tier, realm, source)
+            finally:
+                asking.pop()
+
+        def evict_for(now: float, copy: Copy, why: str) -> None:
+            owner, tier = copy.block.realm.tenant, copy.tier
+            if asking and why == "pressure" and owner is not asking[-1].tenant and owner.limits.reserve_bytes[tier]:
+                left = owner.used_bytes[tier] - copy.block.realm.tier_bytes[tier]
+                assert left >= owner.limits.reserve_bytes[tier], f"a copy of {owner.name}'s reserve on {tier.name} goes for another"
+            evict(now, copy, why)
+
+        space.allocate, state.evict = allocate_for, evict_for  # type: ignore[method-assign, assignment]
 
     # ---- who
 
