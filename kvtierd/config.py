@@ -120,6 +120,11 @@ class CpuConfig(_Section):
     )
     prefault: bool = Field(True, description="Fault the whole pool in at the start, in the background.")
     prefault_threads: int = Field(0, ge=0, le=256, description="Threads that prefault; 0 means one per CPU, at most 16.")
+    keep: str = Field(
+        "",
+        pattern=r"^(systemd|/.*)?$",
+        description="Where blocks in memory wait over a restart: `systemd`, a folder on tmpfs, or empty for nowhere.",
+    )
 
     @property
     def extent_bytes(self) -> int:

@@ -65,6 +65,25 @@ def create_memfd(name: str, size_bytes: int) -> int:
     return fd
 
 
+def create_memory_file(folder: str, size_bytes: int) -> int:
+    """Make a file without a name and without any page in a folder on tmpfs. Returns the descriptor. Raises OSError."""
+    fd = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        os.ftruncate(fd, size_bytes)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def is_sealed(fd: int) -> bool:
+    """True for a memfd whose size nobody can change."""
+    try:
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS == SEALS
+    except OSError:
+        return False
+
+
 def seal(fd: int) -> None:
     """Fix the size of a memfd for good. Raises OSError."""
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)

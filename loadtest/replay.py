@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Replays a trace in the simulation of `kvtierd replay` with every option of the policy; writes results/policy.json and policy.md.
 
-    .venv/bin/python loadtest/replay.py TRACE [--only WORDS]
+    .venv/bin/python loadtest/replay.py TRACE [--only WORDS] [--missing]
 
 TRACE is Mooncake's conversation trace (see traces/README.md). All cases take about ten minutes of one core. `--only` measures the
-cases whose name has these words and keeps the others of the file.
+cases whose name has these words and `--missing` those that the file lacks; the others of the file are kept.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ def cases() -> list[tuple[str, str, str, dict[str, Any]]]:
     made: list[tuple[str, str, str, dict[str, Any]]] = []
     for percent in (1, 5, 20):
         made += [(f"{percent}%", f"one tier of {percent} % of the distinct blocks", name, o) for name, o in POLICIES.items()]
-    made += [(f"1:5:40@{percent}%", f"three tiers, 1:5:40, {percent} % in all", "LRU", {}) for percent in (1, 5, 20)]
+    for percent in (1, 5, 20):
+        made += [(f"1:5:40@{percent}%", f"three tiers, 1:5:40, {percent} % in all", name, o) for name, o in POLICIES.items()]
     what, slow = "40 GiB, 200 GiB, 2 TiB", " at a 20th of the speed"
     made += [(real, what, name, o) for name, o in POLICIES.items()]
-    made += [(real, what + slow, "LRU", {"time_scale": 20.0})]
+    made += [(real, what + slow, name, o | {"time_scale": 20.0}) for name, o in POLICIES.items()]
     what = "40 GiB, 200 GiB, 512 GiB"
     made += [
         (small, what, "LRU", {}),
@@ -111,6 +112,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure every option of the policy on a trace.")
     parser.add_argument("trace", type=Path)
     parser.add_argument("--only", default="", help="only cases with these words in capacity, tiers or option")
+    parser.add_argument("--missing", action="store_true", help="only cases that the file does not have")
     chosen = parser.parse_args()
     requests = read_trace(chosen.trace, partial=True)
     distinct = len({b for r in requests for b in r.blocks})
@@ -119,7 +121,7 @@ def main() -> None:
     every = [({"capacity": capacity, "tiers": what, "option": option}, settings) for capacity, what, option, settings in cases()]
     for row, settings in every:
         name = _name(row)
-        if chosen.only not in name:
+        if chosen.only not in name or (chosen.missing and name in rows):
             continue
         figures = measure(row["capacity"], settings, requests, distinct)
         written = figures["nvme_written_bytes"] / GIB

@@ -1,4 +1,4 @@
-"""Taking over the blocks that a restart has found on NVMe."""
+"""Taking over the blocks that a restart has found: on NVMe, and in memory that was kept."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ from collections import Counter
 from collections.abc import Iterable
 
 from kvtierd.core.block import Block, Copy, CopyState
+from kvtierd.core.realm import Realm
 from kvtierd.core.state import CoreState
-from kvtierd.model import NO_END, Tier
+from kvtierd.model import NO_END, Tier, slot_extent
 
 Recovered = tuple[int, bytes, int, tuple[int, ...], float]
 """A block found after a restart: realm id, key, generation, slots, expiry on the core's clock."""
+
+RecoveredCopy = tuple[bytes, tuple[int, ...], float]
+"""A block found in memory: key, slots, expiry on the core's clock."""
 
 
 def adopt_blocks(state: CoreState, now: float, rows: Iterable[Recovered]) -> list[Recovered]:
@@ -61,3 +65,35 @@ def adopt_blocks(state: CoreState, now: float, rows: Iterable[Recovered]) -> lis
         state.pools[Tier.NVME].used_bytes += size
         state.turns.changed(realm, Tier.NVME)
     return doubles
+
+
+def adopt_copies(state: CoreState, now: float, realm: Realm, rows: Iterable[RecoveredCopy]) -> int:
+    """Make recovered blocks READY in CPU memory, after those on NVMe.
+
+    Args:
+        state: the core's.
+        now: counts as their last use, in the order given: oldest first.
+        realm: whose they are.
+        rows: what was found; their extents are adopted already.
+
+    Returns:
+        How many were taken; those whose key another realm has saved since are not.
+    """
+    pool = state.pools[Tier.CPU]
+    taken = 0
+    for key, slots, expires_s in rows:
+        block = realm.index.get(key)
+        if block is None:
+            block = Block(key, realm, now)
+            if expires_s != NO_END:
+                state.expiries.begin(block, expires_s)
+        elif block.realm is not realm or block.cpu is not None:
+            continue
+        for slot in slots:
+            extent = pool.extents[slot_extent(slot)]
+            extent.used += 1
+            pool.used_bytes += extent.slot_bytes
+        state.set_state(now, Copy(block, Tier.CPU, slots[0] if len(slots) == 1 else slots), CopyState.READY, "recover")
+        taken += 1
+    state.turns.changed(realm, Tier.CPU)
+    return taken

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from kvtierd.core.adoption import Recovered, adopt_blocks
+from kvtierd.core.adoption import Recovered, RecoveredCopy, adopt_blocks, adopt_copies
 from kvtierd.core.alarms import Alarms
 from kvtierd.core.block import Block, CopyState
 from kvtierd.core.commands import Command
@@ -406,6 +406,22 @@ class TierCore:
             rows: (realm id, key, generation, slots, expiry on the core's clock).
         """
         return adopt_blocks(self.state, now, rows)
+
+    def recover_memory(self, realm: Realm, extent_id: int, shard: int, slot_count: int) -> None:
+        """Take over memory that was kept, before its blocks and after everything on NVMe."""
+        pool = self.state.pools[Tier.CPU]
+        group = pool.group((realm.realm_id, shard), realm.slot_bytes[shard], shard, realm.realm_id)
+        pool.adopt_extent(group, extent_id, slot_count)
+
+    def recover_copies(self, now: float, realm: Realm, rows: Iterable[RecoveredCopy]) -> int:
+        """Take over blocks of a realm in memory that was kept; see :func:`adopt_copies`."""
+        return adopt_copies(self.state, now, realm, rows)
+
+    def memory_recovered(self) -> None:
+        """End the recovery of memory, as :meth:`recovered` does that of NVMe."""
+        self.state.pools[Tier.CPU].adopted()
+        for tenant in self.state.tenants.values():
+            self._mover.limited(tenant)
 
     # ---- reading
 

@@ -24,6 +24,7 @@ from kvtierd.model import DEFAULT_TENANT, Namespace, Tier
 from kvtierd.runtime import decisions
 from kvtierd.runtime.background import Background
 from kvtierd.runtime.commands import CommandRunner
+from kvtierd.runtime.kept import extents_in_use, keep, take_over
 from kvtierd.runtime.restart import BudgetKeeper, recover, snapshot_chunks
 from kvtierd.runtime.sessions import Attached, Sessions
 from kvtierd.runtime.settings import core_config
@@ -33,6 +34,7 @@ from kvtierd.runtime.wallclock import WallClock
 from kvtierd.tenant_config import is_tenant_name
 from kvtierd.tiers.base import RealmInfo
 from kvtierd.tiers.cpu import CpuPool
+from kvtierd.tiers.keeper import open_keeper
 from kvtierd.tiers.nvme import NvmeStore
 from kvtierd.tiers.tenants_file import SavedTenants
 
@@ -57,7 +59,10 @@ class Runtime:
         self.started_s = clock()
         self.boot_epoch = secrets.randbits(63) | 1  # no clock can make two boots look alike
         self.sessions = Sessions(config.server.max_sessions)
-        self.cpu = CpuPool(config.cpu)
+        self.keeper = open_keeper(config.cpu.keep, config.cpu.capacity)
+        self._cut_off: set[int] = set()
+        """Extents that sessions had in use when the end came."""
+        self.cpu = CpuPool(config.cpu, self.keeper.make if self.keeper else None)
         self.nvme: NvmeStore | None = None
         self._budget: BudgetKeeper | None = None
         self.on_checkpoint: Callable[[bool], None] = lambda _ok: None
@@ -96,6 +101,9 @@ class Runtime:
         self.runner = CommandRunner(
             self.core, self.wall, self.cpu, self.nvme, depth, self.sessions, self._waiters, self._background
         )
+        if self.keeper is not None:
+            await take_over(self.core, self.cpu, self.keeper, self.wall, self.realm)
+        self.cpu.start()
         self.apply()
 
     async def stop(self) -> None:
@@ -109,6 +117,9 @@ class Runtime:
             if self._budget is not None:
                 await self._budget.keep(now=True)
             await asyncio.to_thread(self.nvme.close)
+        if self.keeper is not None:
+            await asyncio.to_thread(keep, self.core, self.cpu, self.keeper, self.wall, self._cut_off)
+            self.keeper.close()
         self.cpu.close()
 
     async def flush_forever(self) -> None:
@@ -229,6 +240,8 @@ class Runtime:
         if not attached.is_over or self.sessions.by_id(attached.session_id) is not attached:
             return
         self.sessions.remove(attached)
+        if self.stopping and self.keeper is not None:
+            self._cut_off |= extents_in_use(attached.core)
         self.core.detach(self.now(), attached.core)
         self.apply()
         log.info("session %d ended", attached.session_id)

@@ -64,7 +64,7 @@ class AdminServicer(admin_pb2_grpc.KvTierAdminServiceServicer):
         rt = self._rt
         now = rt.now()
         shot = rt.core.snapshot(now)
-        paths = {Tier.CPU: "memfd", Tier.NVME: rt.nvme.path if rt.nvme else ""}
+        paths = {Tier.CPU: rt.cpu.path, Tier.NVME: rt.nvme.path if rt.nvme else ""}
         return pb.GetStatusResponse(
             boot_epoch=rt.boot_epoch,
             version=__version__,

@@ -19,7 +19,7 @@ _NO_QUOTA: Final = float("inf")
 _QUEUE_CLASSES: Final = ("load", "prefetch", "demote")
 _IO_PATHS: Final = {
     Tier.HBM: ("cudaipc",),
-    Tier.CPU: ("memfd",),
+    Tier.CPU: ("memfd", "tmpfs"),
     Tier.NVME: ("o_direct", "buffered", "kvikio", "gds"),
 }
 _NVME_ENGINES: Final = ("threads", "kvikio")

@@ -21,7 +21,7 @@ PREFETCH_OUTCOMES: Final = ("ready", "partial", "miss", "expired", "cancelled", 
 COMMANDS: Final = (*sorted(command.__name__ for command in get_args(Command)), OTHER)
 KV_EVENTS: Final = ("stored", "removed", "cleared")
 IO_OPS: Final = ("read", "write", OTHER)
-IO_PATHS: Final = ("memfd", "o_direct", "buffered", "kvikio", "gds", "cudaipc", OTHER)
+IO_PATHS: Final = ("memfd", "tmpfs", "o_direct", "buffered", "kvikio", "gds", "cudaipc", OTHER)
 RPC_CODES: Final = tuple(code.name for code in grpc.StatusCode)
 RPC_METHODS: Final = (
     *sorted(

@@ -82,11 +82,12 @@ class Daemon:
     async def serve(self) -> int:
         """Run until a signal or a failure. Returns the exit status. Raises StartupError when it cannot start."""
         config = self.config
-        check_limits(config.cpu.capacity)
         async with contextlib.AsyncExitStack() as stack:
             self._socket.claim()
             stack.callback(self._socket.release)
             self.runtime = Runtime(config)
+            held = self.runtime.keeper.held_bytes() if self.runtime.keeper else 0
+            check_limits(config.cpu.capacity, held=held)
             # Health is answered from the start, so that a long recovery is not taken for a hang.
             await self._start_http(stack)
             self._open_tracing(stack)
@@ -107,7 +108,7 @@ class Daemon:
             stack.push_async_callback(descriptors.close)
             self.runtime.runner.revoker = descriptors
             servicer = await self._start_grpc(stack)
-            self.metrics.io_path(Tier.CPU, "memfd")
+            self.metrics.io_path(Tier.CPU, self.runtime.cpu.path)
             self.metrics.io_path(Tier.NVME, self.runtime.nvme.path if self.runtime.nvme else "")
             self.metrics.nvme_engine(self.runtime.nvme.engine_name if self.runtime.nvme else "")
             _calm_gc()

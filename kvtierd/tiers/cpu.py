@@ -16,12 +16,13 @@ import logging
 import os
 import resource
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 from kvtierd.config import CpuConfig
 from kvtierd.errors import StartupError
-from kvtierd.memory import PAGE_BYTES, punch, seal
+from kvtierd.memory import PAGE_BYTES, create_memfd, punch, seal
 from kvtierd.model import slot_extent, slot_index
 from kvtierd.tiers.memory_limits import check_limits
 from kvtierd.tiers.prefault import Prefaulter, Region
@@ -53,11 +54,18 @@ class CpuPool:
     Thread-safe, but for ``close``, and as long as each extent is created and retired by one caller. ``create`` is for the event
     loop; ``retire`` frees the pages, which takes about 0.1 ms for each MiB, and may be called in a worker thread.
 
+    Args:
+        config: capacity and the like.
+        make: makes memory of so many bytes that is all zeros; None for memfds, which are sealed.
+
     Raises:
         StartupError: the process may not open as many files as there are extents.
     """
 
-    def __init__(self, config: CpuConfig) -> None:
+    def __init__(self, config: CpuConfig, make: Callable[[int], int] | None = None) -> None:
+        self._make = make or (lambda size_bytes: create_memfd("kvtierd-extent", size_bytes))
+        self.path = "memfd" if make is None else "tmpfs"
+        """"memfd", or "tmpfs" for files that a restart may keep."""
         self.capacity_bytes = config.capacity // PAGE_BYTES * PAGE_BYTES
         self._blank_bytes_each = min(max(config.extent_bytes // PAGE_BYTES, 1) * PAGE_BYTES, self.capacity_bytes)
         _allow_descriptors(self.capacity_bytes // self._blank_bytes_each)
@@ -74,6 +82,10 @@ class CpuPool:
         if config.prefault:
             threads = config.prefault_threads or min(len(os.sched_getaffinity(0)), MAX_PREFAULT_THREADS)
             self._prefaulter = Prefaulter(threads, self._refill)
+
+    def start(self) -> None:
+        """Begin to fault memory in, if so configured: after what was kept over a restart has been taken over."""
+        if self._prefaulter is not None:
             self._prefaulter.start()
 
     # ---- figures
@@ -125,7 +137,7 @@ class CpuPool:
             self._extent_bytes += size_bytes
         try:
             if region is None:
-                region = Region(f"kvtierd-extent-{extent_id}", size_bytes, node)
+                region = Region(self._make(size_bytes), size_bytes, node)
             self._finish(region, extent_id, slot_bytes, slot_count)
         except OSError:
             with self._lock:
@@ -138,11 +150,33 @@ class CpuPool:
     def _finish(self, region: Region, extent_id: int, slot_bytes: int, slot_count: int) -> None:
         try:
             self._cut(region, slot_bytes * slot_count)
-            seal(region.fd)
+            if self.path == "memfd":
+                seal(region.fd)
         except OSError:
             region.close()
             raise
         with self._lock:
+            self._extents[extent_id] = _Extent(region, slot_bytes, slot_count)
+
+    def adopt(self, extent_id: int, fd: int, slot_bytes: int, slot_count: int) -> None:
+        """Take over an extent that a former pool made, with what is in it. Before :meth:`start`.
+
+        Args:
+            extent_id: an id that is not in use.
+            fd: its memory; the pool's from here on.
+            slot_bytes: as it was made.
+            slot_count: as it was made.
+
+        Raises:
+            OSError: it cannot be mapped; the descriptor is closed.
+        """
+        size_bytes = slot_bytes * slot_count
+        region = Region(fd, size_bytes)
+        region.populated_bytes = region.next_offset = size_bytes
+        with self._lock:
+            assert extent_id not in self._extents
+            assert self._extent_bytes + size_bytes <= self.capacity_bytes, "the capacity holds at all times"
+            self._extent_bytes += size_bytes
             self._extents[extent_id] = _Extent(region, slot_bytes, slot_count)
 
     def has_extent(self, extent_id: int) -> bool:
@@ -255,7 +289,7 @@ class CpuPool:
             self._next_node += 1
         if not size_bytes:
             return False
-        blank = Region("kvtierd-blank", size_bytes, node)
+        blank = Region(self._make(size_bytes), size_bytes, node)
         with self._lock:
             # Room may have gone meanwhile; so far the blank has no page.
             fits = not self._closed and size_bytes <= self._room()

@@ -17,7 +17,7 @@ MAX_ANCESTRY: Final = 256
 """Control groups looked at, from a process's own up to the root."""
 
 
-def check_limits(capacity: int, root: Path = Path("/")) -> None:
+def check_limits(capacity: int, root: Path = Path("/"), *, held: int = 0) -> None:
     """Check the CPU tier's capacity against the machine's memory and every memory control group above this process.
 
     Size limits of tmpfs mounts do not matter: memfds belong to no mount. Page cache counts as free, for the kernel drops it.
@@ -25,6 +25,7 @@ def check_limits(capacity: int, root: Path = Path("/")) -> None:
     Args:
         capacity: bytes of the CPU tier.
         root: where ``proc`` and the cgroup mounts are found.
+        held: bytes that are in use already and become a part of the tier.
 
     Raises:
         StartupError: it cannot fit; the text names the numbers and the fix.
@@ -33,6 +34,7 @@ def check_limits(capacity: int, root: Path = Path("/")) -> None:
     if total is not None:
         _judge(capacity, total, 0, f"this machine has {_size(total)} of memory")
     for folder, limit, used in memory_groups(root):
+        used = max(used - held, 0)
         text = f"the memory limit of the control group {folder} is {_size(limit)}, of which {_size(used)} are in use"
         _judge(capacity, limit, used, text)
 

@@ -56,7 +56,7 @@ def load_pool(folder: Folder) -> tuple[PoolFile | None, bool]:
         body = content["pool"]
         if content["checksum"] != _checksum(body):
             raise ValueError("checksum")
-        realms = [_realm_from(item) for item in body["realms"]]
+        realms = [realm_from(item) for item in body["realms"]]
         pool = PoolFile(bytes.fromhex(body["pool_id"]), [r for r in realms if r is not None])
     except (ValueError, KeyError, TypeError):
         for name in (POOL_NAME, LOG_NAME):
@@ -70,7 +70,7 @@ def load_pool(folder: Folder) -> tuple[PoolFile | None, bool]:
 
 def save_pool(folder: Folder, pool: PoolFile) -> None:
     """Replace both files by one ``pool.json``, atomically. Raises OSError."""
-    body = {"pool_id": pool.pool_id.hex(), "realms": [_realm_to(r) for r in pool.realms]}
+    body = {"pool_id": pool.pool_id.hex(), "realms": [realm_to(r) for r in pool.realms]}
     content = {"format_version": FORMAT_VERSION, "pool": body, "checksum": _checksum(body)}
     final = folder.file(POOL_NAME)
     with open(final + ".tmp", "wb") as f:
@@ -86,7 +86,7 @@ def save_pool(folder: Folder, pool: PoolFile) -> None:
 
 def append_realm(folder: Folder, pool_id: bytes, realm: RealmInfo) -> None:
     """Add a realm to the log, durably. Raises OSError."""
-    body = {"pool_id": pool_id.hex(), "realm": _realm_to(realm)}
+    body = {"pool_id": pool_id.hex(), "realm": realm_to(realm)}
     # It begins with the end of a line, as the one before may have been cut off.
     line = "\n" + json.dumps(body | {"checksum": _checksum(body)}) + "\n"
     path = folder.file(LOG_NAME)
@@ -112,7 +112,7 @@ def _read_log(folder: Folder, pool_id: bytes) -> list[RealmInfo]:
             checksum = body.pop("checksum")
             if checksum != _checksum(body):
                 raise ValueError("checksum")
-            realm = _realm_from(body["realm"]) if body["pool_id"] == pool_id.hex() else None
+            realm = realm_from(body["realm"]) if body["pool_id"] == pool_id.hex() else None
         except (ValueError, KeyError, TypeError, AttributeError) as e:
             log.warning("a line of %s is damaged (%s) and passed over: the blocks of that namespace are dropped", path, e)
             continue
@@ -125,7 +125,8 @@ def _checksum(body: object) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
 
 
-def _realm_to(realm: RealmInfo) -> dict[str, Any]:
+def realm_to(realm: RealmInfo) -> dict[str, Any]:
+    """A realm as JSON."""
     namespace = dataclasses.asdict(realm.namespace)
     return {
         "realm_id": realm.realm_id,
@@ -136,7 +137,8 @@ def _realm_to(realm: RealmInfo) -> dict[str, Any]:
     }
 
 
-def _realm_from(item: dict[str, Any]) -> RealmInfo | None:
+def realm_from(item: dict[str, Any]) -> RealmInfo | None:
+    """A realm from JSON; None, said in the log, when this program computes another fingerprint. Raises what odd JSON leads to."""
     fields = item["namespace"]
     namespace = Namespace(**(fields | {"shard_bytes": tuple(fields["shard_bytes"])}))
     if namespace.fingerprint().hex() != item["fingerprint"]:

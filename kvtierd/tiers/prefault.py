@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from kvtierd.memory import SharedMapping, allocate, can_populate, create_memfd
+from kvtierd.memory import SharedMapping, allocate, can_populate
 
 log = logging.getLogger(__name__)
 
@@ -29,18 +29,18 @@ class Region:
     """A memfd, its mapping in this process, and how much of it has been faulted in.
 
     Attributes:
-        fd: the memfd; owned.
+        fd: the memfd (or file on tmpfs), made for this; owned from here on.
         size_bytes: its size; shrinks by :meth:`cut`.
         mapping: as large as the memfd was at first.
         node: NUMA node that its pages come from; -1 for any.
         populated_bytes: faulted in by a :class:`Prefaulter` (an upper bound after :meth:`cut`).
 
     Raises:
-        OSError: no descriptor, address space or memory left.
+        OSError: no address space left; the descriptor is closed.
     """
 
-    def __init__(self, name: str, size_bytes: int, node: int = -1) -> None:
-        self.fd = create_memfd(name, size_bytes)
+    def __init__(self, fd: int, size_bytes: int, node: int = -1) -> None:
+        self.fd = fd
         try:
             self.mapping = SharedMapping(self.fd, size_bytes)
         except OSError:
@@ -122,7 +122,8 @@ class Prefaulter:
             self._closing = True
             self._changed.notify_all()
         for thread in self._threads:
-            thread.join()
+            if thread.ident is not None:
+                thread.join()
 
     def _work(self) -> None:
         with contextlib.suppress(OSError):

@@ -20,7 +20,7 @@ import pytest
 
 from kvtierd.config import CpuConfig
 from kvtierd.errors import StartupError
-from kvtierd.memory import SEALS, SharedMapping
+from kvtierd.memory import SEALS, SharedMapping, create_memfd
 from kvtierd.model import slot_id
 from kvtierd.tiers import cpu, prefault
 from kvtierd.tiers.cpu import CpuPool
@@ -30,7 +30,9 @@ SLOT = 64 << 10
 
 
 def make_pool(capacity: str = "8MiB", extent: str = "1MiB", prefault: bool = True, threads: int = 2) -> CpuPool:
-    return CpuPool(CpuConfig(capacity=capacity, extent=extent, prefault=prefault, prefault_threads=threads))
+    pool = CpuPool(CpuConfig(capacity=capacity, extent=extent, prefault=prefault, prefault_threads=threads))
+    pool.start()
+    return pool
 
 
 @pytest.fixture
@@ -92,7 +94,7 @@ def huge_page_ranges(mapping: SharedMapping) -> list[tuple[int, int]]:
 
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this kernel has no huge pages to ask for")
 def test_huge_pages_are_asked_for_but_never_reach_beyond_the_end() -> None:
-    region = prefault.Region("kvtierd-test", 7 * MIB)
+    region = prefault.Region(create_memfd("kvtierd-test", 7 * MIB), 7 * MIB)
     try:
         assert huge_page_ranges(region.mapping) == [(0, 6 * MIB)]
         region.cut(3 * MIB + SLOT)

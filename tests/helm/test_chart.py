@@ -243,6 +243,19 @@ def test_what_is_on_nvme_outlives_an_upgrade(chart: helm_python.Chart) -> None:
         assert not [c for c in spec["template"]["spec"]["initContainers"] if "rm" in c["command"]]
 
 
+def test_memory_can_be_kept_over_an_upgrade(chart: helm_python.Chart, tmp_path: Path) -> None:
+    plain = render(chart, {})
+    assert "kvtierd-memory" not in str(plain) and loaded(plain, tmp_path).cpu.keep == ""
+    objects = render(chart, {"cpu": {"keep": True, "keepHostPath": "/dev/shm/kv", "capacity": "16GiB"}})
+    pod = only(objects, "DaemonSet")["spec"]["template"]["spec"]
+    volumes = {v["name"]: v for v in pod["volumes"]}
+    assert volumes["kvtierd-memory"]["hostPath"] == {"path": "/dev/shm/kv", "type": "DirectoryOrCreate"}
+    mounts = {m["name"]: m["mountPath"] for m in daemon_of(pod)["volumeMounts"]}
+    assert mounts["kvtierd-memory"] == loaded(objects, tmp_path).cpu.keep
+    (folders,) = pod["initContainers"]
+    assert "/kept" in folders["command"], "the daemon does not run as root"
+
+
 def test_a_changed_configuration_restarts_the_pods(chart: helm_python.Chart) -> None:
     def checksum(values: dict[str, Any]) -> str:
         pod = only(render(chart, values), "DaemonSet")["spec"]["template"]

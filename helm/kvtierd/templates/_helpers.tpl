@@ -101,9 +101,13 @@ labels:
 {{- if and .Values.tls.clientCA (not .Values.tls.secretName) }}
 {{- fail "tls.clientCA takes ca.crt of the Secret that tls.secretName names: set that too" }}
 {{- end }}
-{{- $own := dict "cpu" (dict "capacity" .Values.cpu.capacity) "nvme" $nvme "server" $server }}
+{{- $cpu := dict "capacity" .Values.cpu.capacity }}
+{{- if .Values.cpu.keep }}
+{{- $_ := set $cpu "keep" "/kept" }}
+{{- end }}
+{{- $own := dict "cpu" $cpu "nvme" $nvme "server" $server }}
 {{- $refused := dict
-  "cpu" (list "capacity")
+  "cpu" (list "capacity" "keep")
   "nvme" (list "capacity" "reserve" "folders")
   "server" (list "socket" "descriptor_socket" "metrics" "drain_timeout" "listen" "insecure" "tls_cert" "tls_key" "tls_client_ca") }}
 {{- range $section, $keys := $refused }}

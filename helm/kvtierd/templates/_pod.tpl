@@ -40,6 +40,9 @@
 {{- end }}
 {{- end }}
 {{- if eq .Values.mode "daemonset" }}
+{{- if .Values.cpu.keep }}
+{{- $volumes = prepend $volumes (dict "name" "kvtierd-memory" "mountPath" "/kept") }}
+{{- end }}
 {{- $volumes = prepend $volumes (dict "name" "kvtierd-socket" "mountPath" .Values.socketHostPath) }}
 {{- end }}
 {{- toJson $volumes }}
@@ -62,6 +65,19 @@
     medium: Memory
     sizeLimit: 1Mi
   {{- end }}
+{{- if .Values.cpu.keep }}
+- name: kvtierd-memory
+  {{- if eq .Values.mode "daemonset" }}
+  hostPath:
+    path: {{ .Values.cpu.keepHostPath }}
+    type: DirectoryOrCreate
+  {{- else }}
+  emptyDir:
+    medium: Memory
+    # the pool, and the index between two daemons
+    sizeLimit: {{ printf "%dMi" (add (include "kvtierd.mib" .Values.cpu.capacity | int64) 1024) }}
+  {{- end }}
+{{- end }}
 {{- with .Values.tls.secretName }}
 - name: kvtierd-tls
   secret:
@@ -171,6 +187,10 @@ volumeMounts:
     mountPath: /tmp
   - name: kvtierd-socket
     mountPath: {{ .Values.socketHostPath }}
+  {{- if .Values.cpu.keep }}
+  - name: kvtierd-memory
+    mountPath: /kept
+  {{- end }}
   {{- if .Values.tls.secretName }}
   - name: kvtierd-tls
     mountPath: /etc/kvtierd-tls
