@@ -29,6 +29,7 @@ _COMMANDS: Final = {
     "serve": ("kvtierd.cli.local:serve", "Run the daemon."),
     "status": ("kvtierd.cli.status:status", "Show tiers, tenants, sessions and counters of a daemon."),
     "top": ("kvtierd.cli.top:top", "Watch tiers, tenants, moves and latencies of a daemon."),
+    "advise": ("kvtierd.cli.advise:advise", "Say why the hit rate is what it is, and what would change it."),
     "tenants": ("kvtierd.cli.tenants:tenants", "List tenants, change or take away their limits."),
     "doctor": ("kvtierd.cli.doctor:doctor", "Check whether this host is ready for the configuration."),
     "evict": ("kvtierd.cli.admin:evict", "Forget copies of blocks."),

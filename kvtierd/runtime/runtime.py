@@ -26,6 +26,7 @@ from kvtierd.runtime.background import Background
 from kvtierd.runtime.commands import CommandRunner
 from kvtierd.runtime.kept import extents_in_use, keep, take_over
 from kvtierd.runtime.restart import BudgetKeeper, recover, snapshot_chunks
+from kvtierd.runtime.reuse import ReuseSampler
 from kvtierd.runtime.sessions import Attached, Sessions
 from kvtierd.runtime.settings import core_config
 from kvtierd.runtime.tenants import TenantBook
@@ -69,6 +70,7 @@ class Runtime:
         self.tenants = TenantBook({}, (0, 0, 0))
         self.core = TierCore(core_config(config, 0))
         self.runner: CommandRunner
+        self.reuse = ReuseSampler()
         self._realm_lock = asyncio.Lock()
         self._tenant_lock = asyncio.Lock()
         self._waiters = Waiters()
@@ -276,6 +278,7 @@ class Runtime:
     ) -> SaveGrant:
         """Grant slots; keys refused for lack of room are tried again until ``wait_s`` has passed."""
         grant = await self._save(attached, realm, keys, wait_s, ttl_s, request)
+        self.reuse.saved(self.now(), realm, keys, grant.outcomes, request)
         if decisions.wanted():
             decisions.tell_save(attached, realm.tenant.name, keys, grant)
         return grant
@@ -328,6 +331,7 @@ class Runtime:
         """Begin a load; ``deadline_s`` is a duration."""
         self.check_alive(attached)
         ticket = self.core.load(self.now(), attached.core, realm, keys, self.now() + deadline_s, each=each)
+        self.reuse.loaded(self.now(), realm, keys, ticket.found_on)
         return self._watched(attached, ticket, keys)
 
     def prefetch(self, attached: Attached, realm: Realm, keys: list[bytes], deadline_s: float) -> ReadTicket:

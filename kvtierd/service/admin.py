@@ -137,6 +137,24 @@ class AdminServicer(admin_pb2_grpc.KvTierAdminServiceServicer):
         """See the proto."""
         return await self._checked(context, lambda: pb.GetConfigResponse(toml=config_toml(self._config)))
 
+    async def GetReuse(self, request: pb.GetReuseRequest, context: Context) -> Any:
+        """See the proto."""
+        return await self._checked(context, self._reuse)
+
+    def _reuse(self) -> pb.GetReuseResponse:
+        seen = self._rt.reuse.figures(self._rt.now())
+        return pb.GetReuseResponse(
+            distances=[pb.ReuseDistance(upper_bytes=size, uses=uses) for size, uses in seen.distances.items()],
+            cold_uses=seen.cold,
+            found_uses=seen.found,
+            added_uses=seen.added,
+            sampled=seen.sampled,
+            continued_requests=seen.continued,
+            new_requests=seen.new_roots,
+            lost_requests=seen.lost_roots,
+            block_tokens=max((a.core.realm.namespace.block_tokens for a in self._rt.sessions), default=0),
+        )
+
     async def Drain(self, request: pb.DrainRequest, context: Context) -> Any:
         """See the proto."""
 

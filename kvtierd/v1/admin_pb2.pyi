@@ -476,3 +476,37 @@ class RemoveTenantResponse(_message.Message):
     evicted: int
     configured: bool
     def __init__(self, evicted: _Optional[int] = ..., configured: bool = ...) -> None: ...
+
+class GetReuseRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReuseDistance(_message.Message):
+    __slots__ = ("upper_bytes", "uses")
+    UPPER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USES_FIELD_NUMBER: _ClassVar[int]
+    upper_bytes: int
+    uses: float
+    def __init__(self, upper_bytes: _Optional[int] = ..., uses: _Optional[float] = ...) -> None: ...
+
+class GetReuseResponse(_message.Message):
+    __slots__ = ("distances", "cold_uses", "found_uses", "added_uses", "sampled", "continued_requests", "new_requests", "lost_requests", "block_tokens")
+    DISTANCES_FIELD_NUMBER: _ClassVar[int]
+    COLD_USES_FIELD_NUMBER: _ClassVar[int]
+    FOUND_USES_FIELD_NUMBER: _ClassVar[int]
+    ADDED_USES_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_FIELD_NUMBER: _ClassVar[int]
+    CONTINUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NEW_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    LOST_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    distances: _containers.RepeatedCompositeFieldContainer[ReuseDistance]
+    cold_uses: float
+    found_uses: float
+    added_uses: float
+    sampled: float
+    continued_requests: float
+    new_requests: float
+    lost_requests: float
+    block_tokens: int
+    def __init__(self, distances: _Optional[_Iterable[_Union[ReuseDistance, _Mapping]]] = ..., cold_uses: _Optional[float] = ..., found_uses: _Optional[float] = ..., added_uses: _Optional[float] = ..., sampled: _Optional[float] = ..., continued_requests: _Optional[float] = ..., new_requests: _Optional[float] = ..., lost_requests: _Optional[float] = ..., block_tokens: _Optional[int] = ...) -> None: ...

@@ -50,6 +50,11 @@ class KvTierAdminServiceStub(object):
                 request_serializer=kvtierd_dot_v1_dot_admin__pb2.GetConfigRequest.SerializeToString,
                 response_deserializer=kvtierd_dot_v1_dot_admin__pb2.GetConfigResponse.FromString,
                 _registered_method=True)
+        self.GetReuse = channel.unary_unary(
+                '/kvtierd.v1.KvTierAdminService/GetReuse',
+                request_serializer=kvtierd_dot_v1_dot_admin__pb2.GetReuseRequest.SerializeToString,
+                response_deserializer=kvtierd_dot_v1_dot_admin__pb2.GetReuseResponse.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/kvtierd.v1.KvTierAdminService/Drain',
                 request_serializer=kvtierd_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
@@ -127,6 +132,13 @@ class KvTierAdminServiceServicer(object):
 
     def GetConfig(self, request, context):
         """GetConfig reads the configuration in force.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetReuse(self, request, context):
+        """GetReuse reads what a larger cache would hit, from a sample of the blocks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -226,6 +238,11 @@ def add_KvTierAdminServiceServicer_to_server(servicer, server):
                     servicer.GetConfig,
                     request_deserializer=kvtierd_dot_v1_dot_admin__pb2.GetConfigRequest.FromString,
                     response_serializer=kvtierd_dot_v1_dot_admin__pb2.GetConfigResponse.SerializeToString,
+            ),
+            'GetReuse': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetReuse,
+                    request_deserializer=kvtierd_dot_v1_dot_admin__pb2.GetReuseRequest.FromString,
+                    response_serializer=kvtierd_dot_v1_dot_admin__pb2.GetReuseResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -365,6 +382,33 @@ class KvTierAdminService(object):
             '/kvtierd.v1.KvTierAdminService/GetConfig',
             kvtierd_dot_v1_dot_admin__pb2.GetConfigRequest.SerializeToString,
             kvtierd_dot_v1_dot_admin__pb2.GetConfigResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetReuse(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvtierd.v1.KvTierAdminService/GetReuse',
+            kvtierd_dot_v1_dot_admin__pb2.GetReuseRequest.SerializeToString,
+            kvtierd_dot_v1_dot_admin__pb2.GetReuseResponse.FromString,
             options,
             channel_credentials,
             insecure,
