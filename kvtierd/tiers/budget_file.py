@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from kvtierd.tiers.folder import Folder
+from kvtierd.tiers.json_file import checksum, read_json
 
 log = logging.getLogger(__name__)
 
@@ -33,11 +34,12 @@ class SavedBudget(NamedTuple):
 
 def save_budget(folders: Sequence[Folder], saved: SavedBudget) -> None:
     """Replace the file in each folder. Blocking. A folder that cannot be written is passed over: the others have it."""
+    body = {k: v for k, v in saved._asdict().items() if k != "of_tenants"} | _shares(saved)
     for folder in folders:
         path = folder.file(NAME)
         try:
             with open(path + ".tmp", "w", encoding="ascii") as f:
-                json.dump({k: v for k, v in saved._asdict().items() if k != "of_tenants"} | _shares(saved), f)
+                json.dump(body | {"checksum": checksum(body)}, f)
             os.rename(path + ".tmp", path)
         except OSError as e:
             log.warning("the write budget cannot be kept in %s: %s", path, e)
@@ -55,13 +57,15 @@ def load_budget(folders: Sequence[Folder]) -> SavedBudget | None:
 
 def _read(path: str) -> SavedBudget | None:
     try:
-        with open(path, encoding="ascii") as f:
-            content = json.load(f)
+        content = read_json(path)
+        body = {key: value for key, value in content.items() if key != "checksum"}
+        if content.get("checksum", checksum(body)) != checksum(body):  # files written before it had one are taken as they are
+            raise ValueError("its checksum is wrong")
         of_tenants = {str(name): float(left) for name, left in content.get("of_tenants", {}).items()}
         saved = SavedBudget(float(content["left_bytes"]), float(content["at_wall_s"]), of_tenants)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as e:
         log.warning("%s is not used: %s", path, e)
         return None
     return saved if all(map(math.isfinite, (saved.left_bytes, saved.at_wall_s, *of_tenants.values()))) else None

@@ -2,27 +2,28 @@
 
 Files: ``LOCK``, ``pool.json`` and ``realms.log`` (see ``pool_file``), ``budget.json`` (see ``budget_file``), ``journal-N.kvj``,
 ``snapshot-N.kvs`` and ``segment-E-B-C.kv`` (extent id, bytes of a slot, count of slots). ``*.tmp`` is unfinished and deleted at
-the next start. Files of another format version are renamed to ``*.old-format-N`` and never touched again. What only looks like
-one of these (see :func:`_is_plausible`) is left alone and named in a warning.
+the next start. Files of another format version, newer or older, are renamed to ``*.old-format-N`` and never touched again; a
+version counts when the checksum over it fits, else the file is damaged (docs/upgrading.md). What only looks like one of these (see
+:func:`_is_plausible`) is left alone and named in a warning.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import logging
 import mmap
 import os
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Final
 
 from kvtierd.errors import StartupError
 from kvtierd.model import FORMAT_VERSION, PAGE_BYTES, SLOT_INDEX_BITS
-from kvtierd.tiers.record import FILE_HEADER_BYTES, LOG_VERSIONS, file_version
+from kvtierd.tiers.json_file import read_json, seal
+from kvtierd.tiers.record import FILE_HEADER_BYTES, LOG_VERSIONS, MAX_EXTENT_ID, file_version
 
 log = logging.getLogger(__name__)
 
@@ -32,10 +33,8 @@ ERROR_WINDOW_S: Final = 60.0
 """Errors in a row within this time stop new segments, which are tried again this long after the last error."""
 
 _EXHAUSTED: Final = frozenset([errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.ENOMEM])
-MAX_EXTENT_ID: Final = 1 << 30
-"""Ids in names of segments beyond this are no daemon's: one would be at work for centuries. As many are left for new ones."""
 MAX_SEQUENCE: Final = 1 << 40
-"""The same for numbers of journals and snapshots."""
+"""Numbers of journals and snapshots beyond this are no daemon's."""
 MAX_NAMED: Final = 5
 """Files that are not ours which the warning names."""
 _UNNUMBERED: Final = frozenset(["pool.json", "realms.log", "budget.json"])
@@ -163,37 +162,38 @@ class Folder:
         for entry in self.our_files():
             if entry.name.endswith(".tmp"):
                 os.unlink(entry.path)
-        others = {v for e in self.our_files() if (v := _version_of(e.path)) not in (None, FORMAT_VERSION)}
+        others = {e.name: v for e in self.our_files() if (v := _version_of(e.path)) not in (None, FORMAT_VERSION)}
         if others:
-            moved = self._move_aside("old-format")
+            moved = self._move_aside("old-format", others)
             log.warning(
                 "nvme folder %s holds format version %s, this program uses %s: %d files (%d bytes) were renamed to *.old-format-N "
                 "and are not used; delete them to get the space back",
                 self.path,
-                ", ".join(str(version) for version in others),
+                ", ".join(map(str, sorted(set(others.values())))),
                 FORMAT_VERSION,
                 *moved,
             )
 
-    def _move_aside(self, why: str) -> tuple[int, int]:
+    def _move_aside(self, why: str, last: Collection[str]) -> tuple[int, int]:
+        """Rename all files; those by which a next start sees that it must go on with this go last."""
         number = 1
         taken = set(os.listdir(self.path))
         while any(name.endswith(f".{why}-{number}") for name in taken):
             number += 1
         count = size_bytes = 0
-        for entry in self.our_files():
+        for entry in sorted(self.our_files(), key=lambda e: e.name in last):
             size_bytes += entry.stat().st_blocks * 512
             os.rename(entry.path, f"{entry.path}.{why}-{number}")
             count += 1
         return count, size_bytes
 
-    def set_aside(self, name: str) -> None:
-        """Rename a damaged file so that nothing reads it again."""
+    def set_aside(self, name: str, problem: str, suffix: str = "damaged") -> None:
+        """Rename a file that cannot be used, so that nothing reads it again and nothing writes over it."""
         number = 1
-        while os.path.exists(self.file(f"{name}.damaged-{number}")):
+        while os.path.exists(self.file(f"{name}.{suffix}-{number}")):
             number += 1
-        os.rename(self.file(name), self.file(f"{name}.damaged-{number}"))
-        log.error("%s is damaged; renamed to %s.damaged-%d and not used", self.file(name), name, number)
+        os.rename(self.file(name), self.file(f"{name}.{suffix}-{number}"))
+        log.error("%s %s; renamed to %s.%s-%d and not used", self.file(name), problem, name, suffix, number)
 
     def sync(self) -> None:
         """Make renames in the folder durable."""
@@ -313,9 +313,9 @@ def _version_of(path: str) -> int | None:
             return FORMAT_VERSION if version in LOG_VERSIONS else version
     if path.endswith("pool.json"):
         try:
-            with open(path, "rb") as f:
-                version = json.loads(f.read())["format_version"]
-        except (ValueError, KeyError, TypeError):
+            content = read_json(path)
+            version = content["format_version"]
+            return version if isinstance(version, int) and content["seal"] == seal(content) else None
+        except (ValueError, KeyError):
             return None
-        return version if isinstance(version, int) else None
     return None

@@ -23,25 +23,19 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-import numpy as np
-
+from kvtierd.tiers import log_file
 from kvtierd.tiers.folder import Folder
 from kvtierd.tiers.io_engine import IoEngine, write_all
-from kvtierd.tiers.record import (
-    FILE_HEADER_BYTES,
-    LOG_VERSION,
-    RECORD_BYTES,
-    FileHeader,
-    Records,
-    parse_file_header,
-    parse_records,
-    record_bytes,
-)
+from kvtierd.tiers.log_file import LogFile
+from kvtierd.tiers.record import FILE_HEADER_BYTES, LOG_VERSION, RECORD_BYTES, FileHeader, Records
 
 log = logging.getLogger(__name__)
 
 MAX_PENDING_BYTES: Final = (4 << 20) // RECORD_BYTES * RECORD_BYTES
 """Records kept in memory before they are written at once; twice this is the most that is kept when writing fails."""
+
+LOST_GENERATIONS: Final = 1 << 32
+"""Generations left out where it is not known which were in use: more than are given out between two snapshots."""
 
 _NAME: Final = re.compile(r"(journal|snapshot)-(\d+)\.kv[js]", re.ASCII)
 
@@ -74,6 +68,8 @@ class Journal:
         self._handle = -1
         self._unfinished = ""
         """Path of a snapshot that was begun."""
+        self._lost_floors = False
+        """A header was damaged, and with it the highest generation in use before the file."""
 
     def load(self) -> tuple[list[Records], FileHeader]:
         """Read everything, drop a torn tail and open the newest journal.
@@ -94,14 +90,18 @@ class Journal:
                 os.unlink(self._path("snapshot", number))
             elif self._load_file("snapshot", number, found, headers) is not None:
                 self._snapshot = number
+        newest: FileHeader | None = None
         for number in journals:
-            size = self._load_file("journal", number, found, headers)
-            if size is not None:
-                self._sizes[number] = size
-        top = FileHeader(0, self._pool_id, max(h.max_generation for h in headers), max(h.max_extent_id for h in headers))
+            read = self._load_file("journal", number, found, headers)
+            if read is not None:
+                self._sizes[number] = read.size_bytes
+                newest = read.header
+        generation = max(h.max_generation for h in headers)
+        if self._lost_floors:
+            generation = max([generation, *(int(r["generation"].max()) for r in found)]) + LOST_GENERATIONS
+        top = FileHeader(0, self._pool_id, generation, max(h.max_extent_id for h in headers))
         self._sequence = self._folder.highest_number
-        written_by_us = any(h.sequence == self._sequence and h.version == LOG_VERSION for h in headers)
-        if self._sequence in self._sizes and written_by_us:
+        if newest is not None and newest.sequence == self._sequence and newest.version == LOG_VERSION:
             self._handle = self._engine.open(self._path("journal", self._sequence), direct=False)
         else:
             self._start_file(FileHeader(self._sequence + 1, self._pool_id, top.max_generation, top.max_extent_id))
@@ -110,27 +110,33 @@ class Journal:
     def _path(self, kind: str, number: int) -> str:
         return self._folder.file(f"{kind}-{number}.{'kvj' if kind == 'journal' else 'kvs'}")
 
-    def _load_file(self, kind: str, number: int, found: list[Records], headers: list[FileHeader]) -> int | None:
-        """Read one file; its good length, or None when it was set aside."""
+    def _load_file(self, kind: str, number: int, found: list[Records], headers: list[FileHeader]) -> LogFile | None:
+        """Read one file; None when it was set aside. One whose header is damaged is left as it is until a snapshot replaces it."""
         path = self._path(kind, number)
-        with open(path, "rb") as f:
-            raw = f.read()
-        header = parse_file_header(raw)
-        if header is None or header.pool_id != self._pool_id or header.sequence != number:
-            self._folder.set_aside(os.path.basename(path))
+        read = log_file.read_log(path)
+        header = read.header
+        if header is None:
+            self._lost_floors = True
+            if not read.records:
+                self._folder.set_aside(os.path.basename(path), "is damaged")
+                return None
+            log.error("%s: its header is damaged; its records are used until the next snapshot replaces it", path)
+        elif header.pool_id != self._pool_id or header.sequence != number:
+            # Segments of a pool that was lost may still be here: their generations must not be given out again.
+            self._lost_floors |= header.pool_id != self._pool_id
+            headers.append(FileHeader(0, self._pool_id, header.max_generation))
+            self._folder.set_aside(os.path.basename(path), "belongs to another pool, or was renamed")
             return None
-        headers.append(header)
-        records, intact = parse_records(raw[FILE_HEADER_BYTES:], header.version)
-        good = np.flatnonzero(intact)
-        count = int(good[-1]) + 1 if len(good) else 0
-        size = FILE_HEADER_BYTES + count * record_bytes(header.version)
-        if len(good) < count:
-            log.error("%s: %d records in the middle are damaged and left out", path, count - len(good))
-        if size < len(raw):
-            log.info("%s: a torn tail of %d bytes is cut off", path, len(raw) - size)
-            os.truncate(path, size)
-        found.append(records[intact] if len(good) < len(records) else records)
-        return size
+        else:
+            headers.append(header)
+        if read.damaged:
+            log.error("%s: %d records in the middle are damaged and left out", path, read.damaged)
+        if header is not None and read.good_bytes < read.size_bytes:
+            log.info("%s: a torn tail of %d bytes is cut off", path, read.size_bytes - read.good_bytes)
+            os.truncate(path, read.good_bytes)
+            read.size_bytes = read.good_bytes
+        found += read.records
+        return read
 
     def _start_file(self, header: FileHeader) -> None:
         path = self._path("journal", header.sequence)

@@ -10,20 +10,23 @@ import dataclasses
 import json
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import xxhash
-
+from kvtierd.errors import RequestError
 from kvtierd.model import FORMAT_VERSION, Namespace
 from kvtierd.tiers.base import RealmInfo
 from kvtierd.tiers.folder import Folder
+from kvtierd.tiers.json_file import checksum, parse_object, read_json, read_plain, seal
 from kvtierd.tiers.record import POOL_ID_BYTES
 
 log = logging.getLogger(__name__)
 
 POOL_NAME: Final = "pool.json"
 LOG_NAME: Final = "realms.log"
+MAX_REALM_ID: Final = 1 << 31
+"""Ids of realms beyond this are no daemon's: records would soon have no room for them."""
 
 
 @dataclass(slots=True)
@@ -45,33 +48,28 @@ def load_pool(folder: Folder) -> tuple[PoolFile | None, bool]:
     Returns:
         The pool, and whether it is in ``pool.json`` whole.
     """
-    path = folder.file(POOL_NAME)
-    if not os.path.lexists(path):
-        return None, False
     try:
-        if not os.path.isfile(path):
-            raise ValueError("not a file")
-        with open(path, "rb") as f:
-            content = json.loads(f.read())
-        body = content["pool"]
-        if content["checksum"] != _checksum(body):
-            raise ValueError("checksum")
-        realms = [realm_from(item) for item in body["realms"]]
-        pool = PoolFile(bytes.fromhex(body["pool_id"]), [r for r in realms if r is not None])
-    except (ValueError, KeyError, TypeError):
+        content = read_json(folder.file(POOL_NAME))
+        version, pool = content.get("format_version"), _pool_from(content)
+    except FileNotFoundError:
+        return None, False
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
         for name in (POOL_NAME, LOG_NAME):
             if os.path.lexists(folder.file(name)):
-                folder.set_aside(name)
+                folder.set_aside(name, f"is damaged ({e})" if name == POOL_NAME else f"belongs to the {POOL_NAME} that was damaged")
         return None, False
+    if version != FORMAT_VERSION:
+        log.error("%s: its version is damaged, its contents are not; it is written anew", folder.file(POOL_NAME))
     added = _read_log(folder, pool.pool_id)
     pool.realms += added
-    return pool, not added
+    return pool, not added and version == FORMAT_VERSION
 
 
 def save_pool(folder: Folder, pool: PoolFile) -> None:
     """Replace both files by one ``pool.json``, atomically. Raises OSError."""
     body = {"pool_id": pool.pool_id.hex(), "realms": [realm_to(r) for r in pool.realms]}
-    content = {"format_version": FORMAT_VERSION, "pool": body, "checksum": _checksum(body)}
+    content = {"format_version": FORMAT_VERSION, "pool": body, "checksum": checksum(body)}
+    content["seal"] = seal(content)
     final = folder.file(POOL_NAME)
     with open(final + ".tmp", "wb") as f:
         f.write(json.dumps(content).encode())
@@ -88,7 +86,7 @@ def append_realm(folder: Folder, pool_id: bytes, realm: RealmInfo) -> None:
     """Add a realm to the log, durably. Raises OSError."""
     body = {"pool_id": pool_id.hex(), "realm": realm_to(realm)}
     # It begins with the end of a line, as the one before may have been cut off.
-    line = "\n" + json.dumps(body | {"checksum": _checksum(body)}) + "\n"
+    line = "\n" + json.dumps(body | {"checksum": checksum(body)}) + "\n"
     path = folder.file(LOG_NAME)
     new = not os.path.lexists(path)
     with open(path, "ab") as f:
@@ -101,17 +99,19 @@ def append_realm(folder: Folder, pool_id: bytes, realm: RealmInfo) -> None:
 
 def _read_log(folder: Folder, pool_id: bytes) -> list[RealmInfo]:
     path = folder.file(LOG_NAME)
-    if not os.path.isfile(path):
+    try:
+        lines = read_plain(path).split(b"\n")
+    except FileNotFoundError:
         return []
-    with open(path, "rb") as f:
-        lines = f.read().split(b"\n")
+    except ValueError as e:
+        folder.set_aside(LOG_NAME, f"is damaged ({e})")
+        return []
     realms = []
     for line in filter(None, lines):
         try:
-            body = json.loads(line)
-            checksum = body.pop("checksum")
-            if checksum != _checksum(body):
-                raise ValueError("checksum")
+            body = parse_object(line)
+            if body.pop("checksum") != checksum(body):
+                raise ValueError("its checksum is wrong")
             realm = realm_from(body["realm"]) if body["pool_id"] == pool_id.hex() else None
         except (ValueError, KeyError, TypeError, AttributeError) as e:
             log.warning("a line of %s is damaged (%s) and passed over: the blocks of that namespace are dropped", path, e)
@@ -121,8 +121,15 @@ def _read_log(folder: Folder, pool_id: bytes) -> list[RealmInfo]:
     return realms
 
 
-def _checksum(body: object) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
+def _pool_from(content: Mapping[str, Any]) -> PoolFile:
+    """What ``pool.json`` says. Raises ValueError, KeyError, TypeError or AttributeError when it is damaged."""
+    body = content["pool"]
+    if content["checksum"] != checksum(body):
+        raise ValueError("its checksum is wrong")
+    pool_id = bytes.fromhex(body["pool_id"])
+    if len(pool_id) != POOL_ID_BYTES:
+        raise ValueError(f"a pool id of {len(pool_id)} bytes")
+    return PoolFile(pool_id, [realm for item in body["realms"] if (realm := realm_from(item)) is not None])
 
 
 def realm_to(realm: RealmInfo) -> dict[str, Any]:
@@ -138,10 +145,17 @@ def realm_to(realm: RealmInfo) -> dict[str, Any]:
 
 
 def realm_from(item: dict[str, Any]) -> RealmInfo | None:
-    """A realm from JSON; None, said in the log, when this program computes another fingerprint. Raises what odd JSON leads to."""
-    fields = item["namespace"]
+    """A realm from JSON; None, said in the log, when it is none of this program's. Raises what odd JSON leads to."""
+    fields, realm_id, tenant = item["namespace"], item["realm_id"], item["tenant"]
     namespace = Namespace(**(fields | {"shard_bytes": tuple(fields["shard_bytes"])}))
     if namespace.fingerprint().hex() != item["fingerprint"]:
-        log.error("realm %s no longer has the fingerprint it was saved with; its blocks are dropped", item["realm_id"])
+        log.error("realm %s no longer has the fingerprint it was saved with; its blocks are dropped", realm_id)
         return None
-    return RealmInfo(int(item["realm_id"]), item["tenant"], namespace, bool(item.get("shared", False)))
+    try:
+        namespace.validate()
+    except RequestError as e:
+        log.error("realm %s is none that this program serves, its blocks are dropped: %s", realm_id, e)
+        return None
+    if not (isinstance(realm_id, int) and 0 < realm_id <= MAX_REALM_ID and isinstance(tenant, str)):
+        raise ValueError(f"a realm {str(realm_id)[:20]} of tenant {str(tenant)[:20]!r}")
+    return RealmInfo(realm_id, tenant, namespace, bool(item.get("shared", False)))

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import xxhash
 from typing_extensions import Buffer
 
-from kvtierd.model import FORMAT_VERSION, KEY_BYTES, NO_END, PAGE_BYTES
+from kvtierd.model import FORMAT_VERSION, KEY_BYTES, NO_END, PAGE_BYTES, SLOT_INDEX_BITS
 
 PAGE_MAGIC: Final = b"KVTPAGE\n"
 FILE_MAGIC: Final = b"KVTJRNL\n"
@@ -34,6 +34,10 @@ RECORD_BYTES: Final = 72
 FILE_HEADER_BYTES: Final = 64
 POOL_ID_BYTES: Final = 16
 TENANT_HASH_BYTES: Final = 16
+MAX_GENERATION: Final = 1 << 62
+"""Generations beyond this are no daemon's: one would be at work for centuries. As many are left for new ones."""
+MAX_EXTENT_ID: Final = 1 << 30
+"""The same for ids of extents."""
 _CHECK_BYTES: Final = 8
 
 _PAGE_PREFIX: Final = struct.Struct("<8sIIIIQQQ32s32s16s")
@@ -108,7 +112,7 @@ def page_matches(page: memoryview, prefix: bytes, payload: Buffer) -> bool:
 
 def pack_record(key: bytes, generation: int, slot: int, realm_id: int, shard: int, shards: int, expires_s: float = NO_END) -> bytes:
     """One record; ``shards`` 0 makes it a removal. ``expires_s`` counts from 1970."""
-    expires_ms = _NO_EXPIRY_MS if expires_s == NO_END else max(int(expires_s * 1000), 0)
+    expires_ms = _NO_EXPIRY_MS if expires_s == NO_END else min(max(int(expires_s * 1000), 0), _NO_EXPIRY_MS - 1)
     body = _RECORD_BODY.pack(key, generation, slot, expires_ms, realm_id, shard, shards)
     return body + xxhash.xxh3_64_digest(body)
 
@@ -132,8 +136,8 @@ def record_bytes(version: int) -> int:
 
 
 def parse_records(raw: bytes, version: int = LOG_VERSION) -> tuple[Records, npt.NDArray[np.bool_]]:
-    """Records in ``raw`` (a rest shorter than a record is left out) and which of them are intact. Those of older versions are
-    given in today's form, their checksums apart."""
+    """Records in ``raw`` (a rest shorter than a record is left out) and which of them are intact and can be a daemon's. Those of
+    older versions are given in today's form, their checksums apart."""
     dtype = _DTYPES[version]
     size = dtype.itemsize
     count = len(raw) // size
@@ -141,6 +145,7 @@ def parse_records(raw: bytes, version: int = LOG_VERSION) -> tuple[Records, npt.
     digest, body = xxhash.xxh3_64_digest, size - _CHECK_BYTES
     expected = b"".join([digest(raw[i : i + body]) for i in range(0, count * size, size)])
     intact = np.frombuffer(expected, "<u8") == records["check"]
+    intact &= (records["generation"] <= MAX_GENERATION) & (records["slot"] >> SLOT_INDEX_BITS <= MAX_EXTENT_ID)
     if version != LOG_VERSION:
         older, records = records, np.empty(count, RECORD_DTYPE)
         records["expires_ms"] = _NO_EXPIRY_MS
@@ -176,17 +181,22 @@ class FileHeader:
 
 
 def file_version(raw: bytes) -> int | None:
-    """Format version of a journal or snapshot from its first 12 bytes, the only part that no version changes; None if unknown."""
-    if len(raw) < 12 or raw[:8] != FILE_MAGIC:
+    """Version that a journal or snapshot declares in its first 64 bytes; None when they are damaged.
+
+    Magic, version and checksum are where they are in every version, so a newer one is told from a damaged one.
+    """
+    if len(raw) < FILE_HEADER_BYTES or raw[: len(FILE_MAGIC)] != FILE_MAGIC:
         return None
-    return int.from_bytes(raw[8:12], "little")
+    if raw[_FILE_HEADER.size : FILE_HEADER_BYTES] != xxhash.xxh3_64_digest(raw[: _FILE_HEADER.size]):
+        return None
+    return int.from_bytes(raw[len(FILE_MAGIC) : len(FILE_MAGIC) + 4], "little")
 
 
 def parse_file_header(raw: bytes) -> FileHeader | None:
     """The header of a file of a version that can be read; None when it is damaged."""
-    if file_version(raw) not in LOG_VERSIONS or len(raw) < FILE_HEADER_BYTES:
-        return None
-    if raw[_FILE_HEADER.size : FILE_HEADER_BYTES] != xxhash.xxh3_64_digest(raw[: _FILE_HEADER.size]):
+    if file_version(raw) not in LOG_VERSIONS:
         return None
     _, version, _, sequence, pool_id, generation, extent = _FILE_HEADER.unpack_from(raw)
+    if generation > MAX_GENERATION or extent > MAX_EXTENT_ID:
+        return None
     return FileHeader(sequence, pool_id, generation, extent, version)

@@ -1,7 +1,7 @@
 """What the admin API has set for tenants, kept over a restart: ``tenants.json`` in each NVMe folder.
 
-A file has a version, a number that grows with each change, and a checksum; the one with the highest number counts. One that is
-damaged, or that a later version has written, is renamed and left alone.
+A file has a version, a number that grows with each change, and a checksum of all that it says; the one with the highest number
+counts. One that is damaged, or that another version has written, is renamed and left alone.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-import xxhash
-
 from kvtierd.errors import Reason, RequestError
 from kvtierd.tiers.folder import Folder
+from kvtierd.tiers.json_file import checksum, read_json
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +36,7 @@ def save_tenants(folders: Sequence[Folder], saved: SavedTenants) -> None:
         RequestError: IO when none could be written.
     """
     body = {"version": VERSION, "sequence": saved.sequence, "tenants": {n: dict(s) for n, s in saved.tenants.items()}}
-    text = json.dumps(body | {"checksum": _checksum(body)}, indent=1)
+    text = json.dumps(body | {"checksum": checksum(body)}, indent=1)
     problems = []
     for folder in folders:
         path = folder.file(NAME)
@@ -63,25 +62,24 @@ def load_tenants(folders: Sequence[Folder]) -> SavedTenants | None:
 
 def _read(folder: Folder) -> SavedTenants | None:
     try:
-        with open(folder.file(NAME), encoding="ascii") as f:
-            content = json.load(f)
-        body = {key: content[key] for key in ("version", "sequence", "tenants")}
-        if content["checksum"] != _checksum(body):
+        content = read_json(folder.file(NAME))
+        body = {key: value for key, value in content.items() if key != "checksum"}
+        if content["checksum"] != checksum(body):
             raise ValueError("its checksum is wrong")
         if body["version"] != VERSION:
-            raise ValueError(f"its version is {body['version']!r}, and this program knows {VERSION}")
+            _set_aside(folder, f"has version {body['version']!r}, this program knows {VERSION}", "old-format")
+            return None
         tenants = {str(name): dict(settings) for name, settings in body["tenants"].items()}
         return SavedTenants(int(body["sequence"]), tenants)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-        log.warning("limits of tenants in %s are not used: %s", folder.file(NAME), e)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as e:
+        _set_aside(folder, f"is damaged ({e})", "damaged")
+        return None
+
+
+def _set_aside(folder: Folder, problem: str, suffix: str) -> None:
     try:
-        folder.set_aside(NAME)
+        folder.set_aside(NAME, f"{problem}, so the limits of tenants in it are not in force", suffix)
     except OSError as e:
         log.warning("%s cannot be renamed: %s", folder.file(NAME), e)
-    return None
-
-
-def _checksum(body: object) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())

@@ -196,18 +196,18 @@ def test_what_was_set_survives_a_restart_and_wins_over_the_file(make_daemon: Mak
     assert set(last) == {"file", "plain"} and last["file"]["quota_bytes"]["cpu"] == 10 * MIB
 
 
-@pytest.mark.parametrize("damage", ["", "{", '{"version": 1}', "[]", "newer"])
+@pytest.mark.parametrize("damage", ["", "{", '{"version": 1}', "[]", "flipped"])
 def test_a_damaged_file_is_put_aside(make_daemon: MakeDaemon, damage: str) -> None:
     daemon = make_daemon()
     assert run(daemon, "tenants", "set", "t", "--cpu-quota", "1MiB").exit_code == 0
     assert daemon.stop() == 0
     path = daemon.folder / "nvme" / "tenants.json"
-    text = path.read_text().replace('"version": 1', '"version": 2') if damage == "newer" else damage
+    text = path.read_text().replace('"version": 1', '"version": 2') if damage == "flipped" else damage
     path.write_text(text)
     daemon.start()
     assert listed(daemon) == {}
     assert (daemon.folder / "nvme" / "tenants.json.damaged-1").read_text() == text
-    assert "limits of tenants in" in daemon.log()
+    assert "the limits of tenants in it are not in force" in daemon.log()
     assert run(daemon, "tenants", "set", "t", "--cpu-quota", "2MiB").exit_code == 0
     assert listed(daemon)["t"]["quota_bytes"]["cpu"] == 2 * MIB
 

@@ -19,6 +19,7 @@ from kvtierd.runtime.wallclock import WallClock
 from kvtierd.testing.daemon import DaemonProcess
 from kvtierd.tiers.budget_file import NAME, SavedBudget, load_budget, save_budget
 from kvtierd.tiers.folder import Folder
+from kvtierd.tiers.json_file import checksum
 from kvtierd.v1 import admin_pb2
 
 MIB = 1 << 20
@@ -99,7 +100,8 @@ def test_the_file(tmp_path: Path) -> None:
         folder.clean_up()
         folder.release()
     assert (tmp_path / "b" / NAME).exists(), "it is one of the folder's own files"
-    assert json.loads((tmp_path / "b" / NAME).read_text()) == {"left_bytes": -5.0, "at_wall_s": 100.0}
+    kept = json.loads((tmp_path / "b" / NAME).read_text())
+    assert (kept.pop("checksum"), kept) == (checksum(kept), {"left_bytes": -5.0, "at_wall_s": 100.0})
 
 
 def test_a_daemon_shows_and_keeps_its_budget(tmp_path: Path) -> None:

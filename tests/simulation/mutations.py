@@ -134,7 +134,7 @@ CORE = [
 RECOVERING = [
     Mutation(
         "torn records are replayed",
-        JOURNAL + "_load_file",
+        "kvtierd.tiers.log_file:read_log",
         "good = np.flatnonzero(intact)",
         "intact[:] = True; good = np.flatnonzero(intact)",
     ),

@@ -5,10 +5,7 @@ Method: folders that are held, read-only, volatile, full, from another daemon or
 
 from __future__ import annotations
 
-import json
-import logging
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -176,33 +173,6 @@ def test_folders_may_be_added_and_taken_away(tmp_path: Path) -> None:
     assert [(key, generation) for _, key, generation, *_ in recovered.blocks] == [(key_of(1), 2), (key_of(5), 9)]
     assert_held(store, REALM, 5, 9, slot_id(1, 0))
     store.close()
-
-
-@pytest.mark.parametrize("where", ["journal", "pool"])
-def test_another_format_version_is_moved_aside_whole(
-    tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    store, _ = open_store(config_for(tmp_path))
-    store.register_realm(REALM)
-    store.add_extent(1, SLOT, 2)
-    assert store.write([block(REALM, 0, 1, slot_id(1, 0))]) == [Result.OK]
-    store.close()
-    if where == "journal":
-        path = tmp_path / "journal-1.kvj"
-        raw = path.read_bytes()
-        path.write_bytes(raw[:8] + (3).to_bytes(4, "little") + raw[12:])
-    else:
-        content = json.loads((tmp_path / "pool.json").read_text())
-        (tmp_path / "pool.json").write_text(json.dumps(content | {"format_version": 3}))
-    with caplog.at_level(logging.WARNING):
-        store, recovered = open_store(config_for(tmp_path))
-    assert (recovered.realms, recovered.extents, list(recovered.blocks)) == ([], [], [])
-    assert "format version 3" in caplog.text
-    aside = sorted(re.sub(r"-\d+-\d+-\d+", "", p.name) for p in tmp_path.glob("*.old-format-1"))
-    assert aside == ["journal-1.kvj.old-format-1", "pool.json.old-format-1", "realms.log.old-format-1", "segment.kv.old-format-1"]
-    store.close()
-    open_store(config_for(tmp_path))[0].close()
-    assert len(list(tmp_path.glob("*.old-format-1"))) == 4, "nothing touches them again"
 
 
 def test_unfinished_files_are_deleted_and_foreign_ones_left_alone(tmp_path: Path) -> None:

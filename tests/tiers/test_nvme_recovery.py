@@ -186,16 +186,6 @@ def test_a_damaged_record_in_the_middle_costs_its_block_only(tmp_path: Path, cap
     again.close()
 
 
-def test_a_damaged_journal_header_is_set_aside(tmp_path: Path) -> None:
-    crash(started(tmp_path, 0))
-    flip(str(tmp_path / "journal-1.kvj"), 20)
-    again, recovered = open_store(config_for(tmp_path))
-    assert names_of(recovered) == []
-    assert (tmp_path / "journal-1.kvj.damaged-1").exists()
-    assert again.write([block(REALM, 7, 8, slot_id(1, 7))]) == [Result.OK]
-    again.close()
-
-
 def test_records_that_point_nowhere_are_left_out(tmp_path: Path) -> None:
     store = started(tmp_path, 0)
     journal = next(iter(store._journals.values()))

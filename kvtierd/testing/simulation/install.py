@@ -12,7 +12,20 @@ from kvtierd.runtime import runtime, sessions
 from kvtierd.testing.simulation.fileobject import SimFile
 from kvtierd.testing.simulation.syscalls import SimOs
 from kvtierd.testing.simulation.threads import SimLock, SimPool, SimThreading, World
-from kvtierd.tiers import budget_file, folder, io_engine, journal, nvme, nvme_open, pool_file, segments, slot_io, tenants_file
+from kvtierd.tiers import (
+    budget_file,
+    folder,
+    io_engine,
+    journal,
+    json_file,
+    log_file,
+    nvme,
+    nvme_open,
+    pool_file,
+    segments,
+    slot_io,
+    tenants_file,
+)
 from kvtierd.transfer import executor
 
 
@@ -36,9 +49,9 @@ def installed(world: World, system: SimOs) -> Iterator[None]:
 
 def _replacements(world: World, system: SimOs) -> Iterator[tuple[types.ModuleType, str, Any]]:
     threading = SimThreading(world)
-    for module in (io_engine, folder, nvme_open, segments, journal, budget_file, pool_file, tenants_file):
+    for module in (io_engine, folder, nvme_open, segments, journal, log_file, json_file, budget_file, pool_file, tenants_file):
         yield module, "os", system
-    for module in (folder, journal, budget_file, pool_file, tenants_file):
+    for module in (folder, journal, log_file, json_file, budget_file, pool_file, tenants_file):
         yield module, "open", system.open_file
     for module in (folder, segments, journal, slot_io, nvme, executor):
         yield module, "threading", threading

@@ -1,0 +1,55 @@
+"""Small files of JSON beside the blocks: read without trust, and their checksum."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any, Final
+
+import xxhash
+
+MAX_FILE_BYTES: Final = 1 << 30
+"""More than as many realms as a pool may have take, with the longest names."""
+
+
+def read_plain(path: str) -> bytes:
+    """All bytes of a file. Never waits, whatever is at the path.
+
+    Raises:
+        FileNotFoundError: there is nothing.
+        OSError: it cannot be read.
+        ValueError: it is no plain file, or too large.
+    """
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError("it is no plain file")
+    if os.stat(path).st_size > MAX_FILE_BYTES:
+        raise ValueError(f"it has more than the {MAX_FILE_BYTES} bytes that are read")
+    with open(path, "rb") as f:
+        return f.read(MAX_FILE_BYTES)
+
+
+def read_json(path: str) -> dict[str, Any]:
+    """The object that a file holds. Raises as :func:`read_plain`, and ValueError when it holds no JSON object."""
+    return parse_object(read_plain(path))
+
+
+def parse_object(raw: bytes) -> dict[str, Any]:
+    """The JSON object that a text is. Raises ValueError when it is none."""
+    try:
+        content = json.loads(raw)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(content, dict):
+        raise ValueError("it holds no JSON object")
+    return content
+
+
+def checksum(body: object) -> str:
+    """Of a value as JSON has it: xxh3_128 in hex of its text with sorted keys."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
+
+
+def seal(content: Mapping[str, Any]) -> str:
+    """Covers the version of ``pool.json``, so that another version is told from a damaged one. The same in every version."""
+    return checksum([content["format_version"], content["checksum"]])
