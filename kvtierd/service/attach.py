@@ -122,10 +122,11 @@ class AttachStream:
             raise RequestError(Reason.BAD_REQUEST, "the first message of the stream must be a Hello")
         hello: pb.Hello = request.hello
         if not OLDEST_PROTOCOL <= hello.protocol_version <= PROTOCOL_VERSION:
+            older = "daemon" if hello.protocol_version > PROTOCOL_VERSION else "client"
             raise RequestError(
                 Reason.PROTOCOL_VERSION,
                 f"the client speaks protocol {hello.protocol_version}, this daemon ({__version__}) {OLDEST_PROTOCOL} to "
-                f"{PROTOCOL_VERSION}: use client and daemon of the same or neighbouring releases",
+                f"{PROTOCOL_VERSION}: update the {older}",
             )
         return hello
 
