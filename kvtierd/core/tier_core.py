@@ -389,12 +389,13 @@ class TierCore:
         pool = self.state.pools[Tier.NVME]
         pool.adopt_extent(pool.group(slot_bytes, slot_bytes, 0, -1), extent_id, slot_count)
 
-    def recovered(self, next_generation: int, next_extent_id: int) -> None:
+    def recovered(self, next_generation: int, next_extent_id: int, next_realm_id: int = 1) -> None:
         """End the recovery: free lists are worked out, and ids go on where they were."""
         pool = self.state.pools[Tier.NVME]
         pool.adopted()
         pool.next_extent_id = max(pool.next_extent_id, next_extent_id)
         self.state.next_generation = max(self.state.next_generation, next_generation)
+        self._next_realm_id = max(self._next_realm_id, next_realm_id)
         for tenant in self.state.tenants.values():
             self._mover.limited(tenant)  # its quota may have become less meanwhile
 

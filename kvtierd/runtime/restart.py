@@ -54,7 +54,7 @@ async def recover(core: TierCore, store: NvmeStore, clock: WallClock) -> int:
         count += len(kept)
         expired += len(gone)
         await asyncio.sleep(0)
-    core.recovered(found.next_generation, found.next_extent_id)
+    core.recovered(found.next_generation, found.next_extent_id, found.next_realm_id)
     core.state.story.clear()
     log.info("recovered %d blocks from NVMe in %.2f s", count, time.monotonic() - began_s)
     if expired:

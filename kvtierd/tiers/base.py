@@ -67,6 +67,7 @@ class Recovered:
     blocks: Iterator[tuple[int, bytes, int, tuple[int, ...], float]]
     next_generation: int
     next_extent_id: int
+    next_realm_id: int
 
 
 class BlockStore(Protocol):

@@ -88,6 +88,8 @@ class NvmeStore:
         assert not self._recovered, "recover() is called once"
         extents: dict[int, RecoveredExtent] = {}
         records = []
+        # A realm that was lost may have records left, which must not pass for those of another one.
+        realm_ids = [r.realm_id for r in self._pool.realms]
         for folder in self._folders:
             own = folder.segments()
             for extent_id, slot_bytes, slot_count in own:
@@ -96,6 +98,7 @@ class NvmeStore:
             found, header = self._journals[id(folder)].load()
             records += [(r, frozenset(extent_id for extent_id, _, _ in own)) for r in found]
             maxima = [(r["generation"].max(), r["slot"].max() >> SLOT_INDEX_BITS) for r in found if len(r)]
+            realm_ids += [int(r["realm"].max()) for r in found if len(r)]
             self._max_generation = max([self._max_generation, header.max_generation, *(int(g) for g, _ in maxima)])
             self._max_extent_id = max([self._max_extent_id, header.max_extent_id, *extents, *(int(e) for _, e in maxima)])
         blocks = LiveBlocks(records, extents, {r.realm_id: r for r in self._pool.realms})
@@ -106,7 +109,12 @@ class NvmeStore:
             self._realms[realm.realm_id] = StoredRealm(realm)
         self._recovered = True
         return Recovered(
-            list(self._pool.realms), list(extents.values()), iter(blocks), self._max_generation + 1, self._max_extent_id + 1
+            list(self._pool.realms),
+            list(extents.values()),
+            iter(blocks),
+            self._max_generation + 1,
+            self._max_extent_id + 1,
+            max(realm_ids, default=0) + 1,
         )
 
     def holds_forgotten(self, in_use: int) -> bool:

@@ -19,14 +19,12 @@ from kvtierd.model import FORMAT_VERSION, Namespace
 from kvtierd.tiers.base import RealmInfo
 from kvtierd.tiers.folder import Folder
 from kvtierd.tiers.json_file import checksum, parse_object, read_json, read_plain, seal
-from kvtierd.tiers.record import POOL_ID_BYTES
+from kvtierd.tiers.record import MAX_REALM_ID, POOL_ID_BYTES
 
 log = logging.getLogger(__name__)
 
 POOL_NAME: Final = "pool.json"
 LOG_NAME: Final = "realms.log"
-MAX_REALM_ID: Final = 1 << 31
-"""Ids of realms beyond this are no daemon's: records would soon have no room for them."""
 
 
 @dataclass(slots=True)

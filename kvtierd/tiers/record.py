@@ -38,6 +38,8 @@ MAX_GENERATION: Final = 1 << 62
 """Generations beyond this are no daemon's: one would be at work for centuries. As many are left for new ones."""
 MAX_EXTENT_ID: Final = 1 << 30
 """The same for ids of extents."""
+MAX_REALM_ID: Final = 1 << 31
+"""The same for ids of realms."""
 _CHECK_BYTES: Final = 8
 
 _PAGE_PREFIX: Final = struct.Struct("<8sIIIIQQQ32s32s16s")
@@ -146,6 +148,7 @@ def parse_records(raw: bytes, version: int = LOG_VERSION) -> tuple[Records, npt.
     expected = b"".join([digest(raw[i : i + body]) for i in range(0, count * size, size)])
     intact = np.frombuffer(expected, "<u8") == records["check"]
     intact &= (records["generation"] <= MAX_GENERATION) & (records["slot"] >> SLOT_INDEX_BITS <= MAX_EXTENT_ID)
+    intact &= records["realm"] <= MAX_REALM_ID
     if version != LOG_VERSION:
         older, records = records, np.empty(count, RECORD_DTYPE)
         records["expires_ms"] = _NO_EXPIRY_MS

@@ -155,3 +155,21 @@ def test_stopped_daemon_costs_a_client_no_more_than_its_deadline(make_daemon: Ma
     while load_all(client, keys) != set(range(4)):
         assert time.monotonic() < until, "the client comes back by itself"
         time.sleep(0.05)
+
+
+def test_blocks_of_a_realm_that_was_lost_never_come_back_as_another_ones(make_daemon: MakeDaemon, make_client: MakeClient) -> None:
+    daemon = make_daemon()
+    client = make_client(daemon, SIZE)
+    keys = [os.urandom(32) for _ in range(4)]
+    assert client.save(keys, [content(k) for k in keys]).saved == 4
+    to_nvme_only(daemon)
+    client.close()
+    daemon.kill()
+    path = Path(daemon.config["nvme"]["folders"][0]) / "realms.log"
+    path.write_bytes(path.read_bytes().replace(b'"tenant": "', b'"tenant": "x'))
+    daemon.start()
+    assert "passed over" in daemon.log()
+    make_client(daemon, SIZE, model="other").close()  # the next realm
+    daemon.kill()
+    daemon.start()
+    assert daemon.status().blocks == 0

@@ -376,12 +376,13 @@ def test_numbers_that_no_daemon_uses_do_not_spoil_the_next_ones(filled: Path) ->
     with open(filled / "journal-2.kvj", "ab") as f:
         f.write(pack_record(key_of(5), MAX_GENERATION + 1, slot_id(1, 5), 1, 0, 1))
         f.write(pack_record(key_of(6), 9, slot_id(2**32 - 1, 0), 1, 0, 1))
+        f.write(pack_record(key_of(7), 9, slot_id(1, 7), 2**32 - 1, 0, 1))
     for fields in ({"max_generation": MAX_GENERATION + 1}, {"max_extent_id": 2**31}):
         path = filled / "snapshot-2.kvs"
         path.write_bytes(seal_header(path.read_bytes(), **fields))
         store, recovered = open_store(config_for(filled))
         assert list(recovered.blocks) == KEPT
-        assert (recovered.next_extent_id, recovered.next_generation < MAX_GENERATION) == (2, True)
+        assert (recovered.next_extent_id, recovered.next_realm_id, recovered.next_generation < MAX_GENERATION) == (2, 3, True)
         crash(store)
 
 
