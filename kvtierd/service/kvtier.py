@@ -17,6 +17,7 @@ from kvtierd.service import status
 from kvtierd.service.attach import AttachStream
 from kvtierd.service.bytes_path import BytesSaver
 from kvtierd.service.calls import Calls, checked_ttl
+from kvtierd.service.decoding import DecodingServer
 from kvtierd.service.metrics import Metrics
 from kvtierd.service.spans import call_span, traceparent_of
 from kvtierd.v1 import kvtier_pb2 as pb
@@ -217,7 +218,7 @@ class KvTierServicer(kvtier_pb2_grpc.KvTierServiceServicer):
         await self._serve(context, "LoadBytes", work)
 
 
-def add_to_server(servicer: KvTierServicer, server: grpc.aio.Server) -> None:
+def add_to_server(servicer: KvTierServicer, server: grpc.aio.Server | DecodingServer) -> None:
     """Register the data API.
 
     Unary calls that grant something are served as streams of one message, which is the same on the wire: writing the answer is

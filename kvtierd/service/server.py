@@ -26,6 +26,7 @@ from kvtierd.runtime import Runtime
 from kvtierd.service.admin import AdminServicer
 from kvtierd.service.authority import RuntimeAuthority
 from kvtierd.service.calls import Calls
+from kvtierd.service.decoding import DecodingServer
 from kvtierd.service.event_publisher import EventPublisher
 from kvtierd.service.fdpass import DescriptorServer
 from kvtierd.service.http import MetricsServer
@@ -158,8 +159,9 @@ class Daemon:
             ],
         )
         servicer = KvTierServicer(self.runtime, Calls(self.runtime, self.metrics, self._slow, self._spans), self.metrics)
-        add_to_server(servicer, server)
-        admin_pb2_grpc.add_KvTierAdminServiceServicer_to_server(AdminServicer(self.runtime, self.metrics, self.config), server)
+        decoding = DecodingServer(server)
+        add_to_server(servicer, decoding)
+        admin_pb2_grpc.add_KvTierAdminServiceServicer_to_server(AdminServicer(self.runtime, self.metrics, self.config), decoding)
         names = [pb2.DESCRIPTOR.services_by_name[n].full_name for pb2, n in _SERVICES]
         checker = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(checker, server)

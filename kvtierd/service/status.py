@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import grpc
 from google.protobuf import any_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -59,6 +60,8 @@ def as_request_error(error: Exception) -> RequestError:
     """
     if isinstance(error, RequestError):
         return error if len(error.message) <= MAX_TEXT else RequestError(error.reason, error.message[: MAX_TEXT - 1] + "…")
+    if isinstance(error, DecodeError):  # by reading from a stream
+        return RequestError(Reason.BAD_REQUEST, "the bytes are no message of this call; see proto/ for what it takes")
     log.error("a call failed by a bug", exc_info=error)
     return RequestError(Reason.INTERNAL, f"the daemon failed ({type(error).__name__}); its log has the details")
 
