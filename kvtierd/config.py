@@ -48,6 +48,11 @@ __all__ = [
 ]  # fmt: skip
 
 MAX_DEADLINE_S: Final = 86400.0
+MAX_FILE_BYTES: Final = 8 << 20
+"""As many tenants as there may be take less."""
+MAX_TOLD: Final = 20
+"""Faults of one configuration that are told."""
+MAX_KEY_CHARS: Final = 200
 
 
 def _plain_number(value: object, field: FieldInfo) -> object:
@@ -85,6 +90,8 @@ class _Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _number_fits(cls, value: object, info: ValidationInfo) -> object:
+        if any(isinstance(text, str) and "\0" in text for text in (value if isinstance(value, list) else [value])):
+            raise ValueError("no text here may have a NUL character")
         field = cls.model_fields[info.field_name or ""]
         read_by_type = any(isinstance(m, BeforeValidator) for m in field.metadata)
         return value if read_by_type or field.annotation not in (int, float) else _plain_number(value, field)
@@ -335,10 +342,14 @@ def load_config(
     data: dict[str, Any] = {}
     if path is not None:
         try:
-            data = tomllib.loads(path.read_text())
+            with path.open("rb") as f:
+                raw = f.read(MAX_FILE_BYTES + 1)
+            if len(raw) > MAX_FILE_BYTES:
+                raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES >> 20} MiB; is it kvtierd's configuration?")
+            data = tomllib.loads(raw.decode())
         except OSError as e:
             raise ConfigError(f"cannot read the configuration {path}: {e.strerror}") from e
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        except (ValueError, RecursionError) as e:  # of TOML, of UTF-8, of numbers that are too long
             raise ConfigError(f"{path} is not valid TOML: {e}") from e
     for key, value in _from_env(os.environ if env is None else env):
         _put(data, key, value)
@@ -405,12 +416,15 @@ def _put(data: dict[str, Any], dotted: str, value: object) -> None:
 def _explain(error: ValidationError) -> str:
     known = [key for key, _ in field_paths()]
     lines = []
-    for item in error.errors():
-        key = ".".join(str(p) for p in item["loc"])
+    found = error.errors()
+    for item in found[:MAX_TOLD]:
+        key = ".".join(str(p) for p in item["loc"])[:MAX_KEY_CHARS]
         if item["type"] == "extra_forbidden":
             near = difflib.get_close_matches(key, known, 1) or difflib.get_close_matches(key, {k.split(".")[0] for k in known}, 1)
             lines.append(f"unknown key {key}" + (f"; did you mean {near[0]}?" if near else ""))
         else:
             text = item["msg"].removeprefix("Value error, ")
             lines.append(f"{key}: {text}" if key else text)
+    if len(found) > MAX_TOLD:
+        lines.append(f"and {len(found) - MAX_TOLD} more")
     return "\n".join(lines)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import ipaddress
 import re
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -29,25 +30,42 @@ def _number_with_unit(value: object, units: Mapping[str, float], kind: str, exam
     if isinstance(value, int | float):
         number = value
     else:
-        match = re.fullmatch(r"\s*([+-]?[0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(value))
+        text = value if isinstance(value, str) else ""
+        match = re.fullmatch(r"\s*([+-]?[0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
         if not match:
-            raise ValueError(f"{value!r} is not a {kind}; write for example {example}")
+            raise ValueError(f"{shown(value)} is not a {kind}; write for example {example}")
         unit = match[2].lower()
         if unit not in units:
             near = difflib.get_close_matches(unit, list(units), 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"unknown unit {match[2]!r} in {value!r}{hint} Write for example {example}")
+            raise ValueError(f"unknown unit {shown(match[2])} in {shown(value)}{hint} Write for example {example}")
         number = float(match[1]) * units[unit]
     if not 0 <= number <= most:  # false for nan too
         raise ValueError(f"{shown(value)} is not possible: a {kind} lies between 0 and {most_text}, for example {example}")
     return number
 
 
+class _Shown(reprlib.Repr):
+    """A ``repr`` that looks at no more of a value than is shown: others' lists may hold each other many times over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 2
+        self.maxother = 200
+
+    def repr_int(self, x: int, level: int) -> str:  # noqa: ARG002 - as the original has it
+        return repr(x) if abs(x) < 10**40 else "a number of more than 40 digits"
+
+    def repr_str(self, x: str, level: int) -> str:  # noqa: ARG002 - as the original has it
+        return repr(x[:100])
+
+
+_SHOWN: Final = _Shown()
+
+
 def shown(value: object) -> str:
-    """A value in an error, shortened where it is absurdly long."""
-    if isinstance(value, int) and abs(value) >= 10**40:
-        return "a number of more than 40 digits"
-    text = repr(value)
+    """A value in an error, escaped, and shortened where it is absurdly long."""
+    text = _SHOWN.repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 

@@ -75,7 +75,7 @@ def _transfer(text: str | None) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(text)
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise ConfigError(f"--kv-transfer-config is not valid JSON: {e}") from e
     if not isinstance(value, dict):
         raise ConfigError("--kv-transfer-config is a JSON object, as vLLM takes it")

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 from kvtierd.connectors.lmcache_keys import CONNECTOR, ENGINE, EXTRA, VARIABLES, Effect, Key, find
 from kvtierd.connectors.lmcache_server import Capacities, LmcacheConfigError, boolean, number, read_arguments, size_bytes
 from kvtierd.connectors.params import RequestSettings, request_settings
+from kvtierd.units import shown
 
 __all__ = ["LmcacheConfigError", "RequestSettings", "Translation", "read_config_file", "request_settings", "translate"]
 
@@ -176,10 +177,10 @@ class _Reader:
             content = json.loads(content) if isinstance(content, str) else content
         except (ValueError, RecursionError):
             content = None
-        if not isinstance(content, dict):
+        if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
             raise LmcacheConfigError(f'{item.label} is a table of keys, as text a JSON object such as {{"use_odirect": true}}')
         for name, value in content.items():
-            row = find(EXTRA, str(name))
+            row = find(EXTRA, name)
             assert row is not None, "the last row of the table fits every name"
             self._note(row, f"extra_config.{name}", value)
         return content
@@ -212,7 +213,7 @@ class _Reader:
         paths = given.get("local_disk")
         if paths is not None and not isinstance(paths.value, str):
             raise LmcacheConfigError(
-                f"{paths.label} is the path of a folder, or several with commas between; got {paths.value!r:.80}"
+                f"{paths.label} is the path of a folder, or several with commas between; got {shown(paths.value)}"
             )
         folders = [part.strip().removeprefix("file://") for part in str(paths.value).split(",")] if paths else []
         folders = [folder for folder in folders if folder]
@@ -288,7 +289,7 @@ class _Reader:
 
     def _note(self, row: Key, label: str, value: object) -> None:
         """A warning where a key without a counterpart asks for something."""
-        if row.effect is Effect.MISSING and not _is_off(value) and str(value).strip().lower() not in row.quiet:
+        if row.effect is Effect.MISSING and not _is_off(value) and shown(value).strip("' ").lower() not in row.quiet:
             self._warn(label, f"no counterpart; {row.text}")
 
 

@@ -11,6 +11,7 @@ from typing import Any, Final, NoReturn
 
 from kvtierd.connectors.lmcache_keys import SERVER, Effect
 from kvtierd.errors import ConfigError
+from kvtierd.units import shown
 
 __all__ = ["Capacities", "LmcacheConfigError", "ServerArguments", "Warn", "boolean", "number", "read_arguments", "size_bytes"]
 
@@ -98,7 +99,7 @@ def number(label: str, value: object, least: float, most: float, *, whole: bool 
         found = math.nan
     if not least <= found <= most or (whole and not found.is_integer()):
         kind = "whole number" if whole else "number"
-        raise LmcacheConfigError(f"{label} is a {kind} from {least:g} to {most:g}; got {_short(value)}")
+        raise LmcacheConfigError(f"{label} is a {kind} from {least:g} to {most:g}; got {shown(value)}")
     return found
 
 
@@ -116,12 +117,7 @@ def boolean(label: str, value: object) -> bool:
         return True
     if text in ("false", "0", "no", "n", "off"):
         return False
-    raise LmcacheConfigError(f"{label} is true or false; got {_short(value)}")
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    raise LmcacheConfigError(f"{label} is true or false; got {shown(value)}")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -193,7 +189,7 @@ def _first_level(given: Mapping[str, Any], capacities: Capacities, warn: Warn) -
             size = size_bytes("--l1-manager size_gb", pool.get("size_gb"))
             capacities.add_disk([_path("--l1-manager path", pool.get("path"))], size)
         else:
-            warn("--l1-manager", f"no counterpart for type {_short(pool.get('type'))}; raise cpu.capacity instead")
+            warn("--l1-manager", f"no counterpart for type {shown(pool.get('type'))}; raise cpu.capacity instead")
     if capacities.cpu_bytes == 0:
         capacities.cpu_bytes = None
         warn("--l1-size-gb", "blocks always pass through CPU memory, so kvtierd needs some: set cpu.capacity")
@@ -203,7 +199,7 @@ def _second_level(adapter: Mapping[str, Any], capacities: Capacities, warn: Warn
     kind = adapter.get("type")
     if kind not in ("fs", "fs_native"):
         where = "kvtierd keeps blocks in memory and on disks of its own host: give the disks in nvme.folders"
-        warn("--l2-adapter", f"no counterpart for type {_short(kind)}; {where}")
+        warn("--l2-adapter", f"no counterpart for type {shown(kind)}; {where}")
         return
     label = f"--l2-adapter {kind}"
     size = size_bytes(f"{label} max_capacity_gb", adapter.get("max_capacity_gb") or 0)
@@ -226,5 +222,5 @@ def _object(label: str, text: str) -> dict[str, Any]:
 
 def _path(label: str, value: object) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise LmcacheConfigError(f"{label} is the path of a folder; got {_short(value)}")
+        raise LmcacheConfigError(f"{label} is the path of a folder; got {shown(value)}")
     return value

@@ -9,6 +9,7 @@ from typing import Final
 
 from kvtierd.config import MAX_DURATION_S, parse_duration
 from kvtierd.tenant_config import MAX_TENANT_NAME, is_tenant_name
+from kvtierd.units import shown
 
 __all__ = ["DEFAULT_PIN_S", "RequestSettings", "request_settings"]
 
@@ -54,13 +55,13 @@ def request_settings(kv_transfer_params: Mapping[str, object] | None) -> Request
     if not kv_transfer_params:
         return RequestSettings()
     if not isinstance(kv_transfer_params, Mapping):  # vLLM lets a request put anything there
-        raise ValueError(f"kv_transfer_params map names to values; got {_short(kv_transfer_params)}")
+        raise ValueError(f"kv_transfer_params map names to values; got {shown(kv_transfer_params)}")
     for key in kv_transfer_params:
         name = str(key).removeprefix("kvtierd.")
         if name != str(key) and name not in KEYS:
             near = difflib.get_close_matches(name, KEYS, 1)
             hint = f"did you mean kvtierd.{near[0]}?" if near else "known: " + ", ".join(f"kvtierd.{k}" for k in KEYS)
-            raise ValueError(f"{_short(key)} in kv_transfer_params is not known; {hint}")
+            raise ValueError(f"{shown(key)} in kv_transfer_params is not known; {hint}")
 
     def first(*keys: str) -> tuple[str, object]:
         return next(((key, value) for key in keys if (value := kv_transfer_params.get(key)) is not None), ("", None))
@@ -76,18 +77,12 @@ def request_settings(kv_transfer_params: Mapping[str, object] | None) -> Request
     )
 
 
-def _short(value: object) -> str:
-    """A value in an error. It comes from whoever sends requests, so it is escaped and cut."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
 def _tenant(key: str, value: object) -> str:
     if value is None:
         return ""
     text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
     if not isinstance(text, str) or not is_tenant_name(text):
-        raise ValueError(f"{key} is a name of 1 to {MAX_TENANT_NAME} printable characters; got {_short(value)}")
+        raise ValueError(f"{key} is a name of 1 to {MAX_TENANT_NAME} printable characters; got {shown(value)}")
     return text
 
 
@@ -96,7 +91,7 @@ def _flag(key: str, value: object) -> bool:
         return bool(value)
     text = str(value).strip().lower() if isinstance(value, int | str) else ""
     if text not in _YES | _NO:
-        raise ValueError(f"{key} is true or false; got {_short(value)}")
+        raise ValueError(f"{key} is true or false; got {shown(value)}")
     return text in _YES
 
 
@@ -108,7 +103,7 @@ def _seconds(key: str, value: object) -> float | None:
     except ValueError:
         seconds = -1.0
     if not 0 < seconds <= MAX_DURATION_S:
-        raise ValueError(f'{key} is a number of seconds above 0, up to ten years, or a text such as "10min"; got {_short(value)}')
+        raise ValueError(f'{key} is a number of seconds above 0, up to ten years, or a text such as "10min"; got {shown(value)}')
     return seconds
 
 
@@ -130,5 +125,5 @@ def _tokens(key: str, value: object) -> int | None:
     if isinstance(number, float) and number.is_integer():
         number = int(number)
     if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number <= MAX_TOKENS:
-        raise ValueError(f"{key} is a whole number of tokens, 0 or more; got {_short(value)}")
+        raise ValueError(f"{key} is a whole number of tokens, 0 or more; got {shown(value)}")
     return number
