@@ -29,11 +29,13 @@ VLLM_OLDEST_VENV := .venv-vllm-oldest
 SEEDS ?= 2000
 FIRST ?= 0
 SIMULATE_ARGS ?=
+MINUTES ?= 10
+FUZZ_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 TEST_ARGS ?=
 
-.PHONY: help venv demo test simulate test-slow test-helm test-prometheus test-vllm test-vllm-oldest lint format proto proto-check proto-baseline docs chart bench bench-peers build clean
+.PHONY: help venv demo test fuzz simulate test-slow test-helm test-prometheus test-vllm test-vllm-oldest lint format proto proto-check proto-baseline docs chart bench bench-peers build clean
 
 help: ## show this list
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)$$/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -79,6 +81,11 @@ test-vllm: ## run the connector inside real vLLM engines on CPU, in an environme
 test-vllm-oldest: ## the same with the oldest vLLM that is supported
 	@bash tests/vllm/install.sh $(VLLM_OLDEST_VENV) $(VLLM_OLDEST) $(PYTHON)
 	$(VLLM_OLDEST_VENV)/bin/python -m pytest -m "not gpu" tests/vllm tests/connectors $(TEST_ARGS)
+
+fuzz: $(DEV) ## fuzz all that reads bytes from outside for MINUTES (with Atheris where there is a wheel of it)
+	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(PIP) install -e '.[dev,plot,fuzz]' || \
+	    echo "there is no Atheris for this machine: Hypothesis changes the corpus instead"
+	$(BIN)/python -m tests.fuzz --minutes $(MINUTES) $(FUZZ_ARGS)
 
 simulate: $(DEV) ## simulate SEEDS runs of a whole daemon with faults and crashes (or tell one: SEED=k)
 	$(BIN)/python -m kvtierd.testing.simulation $(if $(SEED),--seed $(SEED),--seeds $(SEEDS) --first $(FIRST)) $(SIMULATE_ARGS)

@@ -23,10 +23,11 @@ def read_plain(path: str) -> bytes:
     """
     if os.path.exists(path) and not os.path.isfile(path):
         raise ValueError("it is no plain file")
-    if os.stat(path).st_size > MAX_FILE_BYTES:
+    size = os.stat(path).st_size
+    if size > MAX_FILE_BYTES:
         raise ValueError(f"it has more than the {MAX_FILE_BYTES} bytes that are read")
     with open(path, "rb") as f:
-        return f.read(MAX_FILE_BYTES)
+        return f.read(size)
 
 
 def read_json(path: str) -> dict[str, Any]:
