@@ -6,12 +6,14 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import isnan
 from typing import Any, NamedTuple
 
 import xxhash
 
-from kvtierd.model import FORMAT_VERSION, NO_END
+from kvtierd.model import FORMAT_VERSION, KEY_BYTES, NO_END
 from kvtierd.tiers.base import RealmInfo
+from kvtierd.tiers.json_file import parse_object
 from kvtierd.tiers.pool_file import realm_from, realm_to
 
 log = logging.getLogger(__name__)
@@ -80,11 +82,11 @@ def unpack_index(raw: bytes) -> list[KeptRealm]:
     try:
         if checksum != xxhash.xxh3_128_hexdigest(text).encode():
             raise ValueError("its checksum is wrong")
-        body = json.loads(text)
+        body = parse_object(text)
         if body["format_version"] != FORMAT_VERSION:
             raise ValueError(f"it has format version {body['format_version']}, this program uses {FORMAT_VERSION}")
         return [kept for item in body["realms"] if (kept := _realm(item)) is not None]
-    except (ValueError, KeyError, TypeError) as e:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as e:
         log.warning("what was kept of CPU memory is not used: %s", e)
         return []
 
@@ -98,4 +100,6 @@ def _realm(item: dict[str, Any]) -> KeptRealm | None:
         KeptCopy(bytes.fromhex(key), tuple(map(int, slots)), NO_END if end is None else float(end), str(digest))
         for key, slots, end, digest in item["copies"]
     ]
+    if any(len(copy.key) != KEY_BYTES or isnan(copy.expires_wall_s) for copy in copies):
+        raise ValueError("a key or an end is none")
     return KeptRealm(info, extents, copies)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tests.fuzz.files import FolderTarget, slot_header, slot_seeds
+from tests.fuzz.kept import KeptTarget
 from tests.fuzz.rpcs import PacketTarget, RpcTarget, StreamTarget
 from tests.fuzz.texts import TomlTarget, YamlTarget
 
@@ -32,6 +33,7 @@ TARGETS: Final[dict[str, Callable[[Path], Any]]] = {
     "pool": partial(FolderTarget, name="pool.json"),
     "tenants": partial(FolderTarget, name="tenants.json"),
     "budget": partial(FolderTarget, name="budget.json"),
+    "kept": KeptTarget,
     "toml": TomlTarget,
     "yaml": YamlTarget,
     "rpc": RpcTarget,
