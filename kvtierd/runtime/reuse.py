@@ -82,7 +82,7 @@ class ReuseSampler:
         """A save was answered: the granted keys were not there, and its first portion tells of the request's beginning."""
         added = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome == GRANTED]
         self.used(now, realm.realm_id, added, realm.tier_bytes[Tier.CPU], found=False)
-        if len(request.before) == (request.matched or 0):
+        if keys and len(request.before) == (request.matched or 0):
             root = request.before[0] if request.before else keys[0]
             self.began(now, realm.realm_id, root, found=bool(request.matched) or outcomes[0] == HELD)
 

@@ -110,6 +110,7 @@ def test_saves_tell_of_the_beginnings_of_requests() -> None:
     sampler.saved(0.0, realm, [d], [GRANTED], Request([a, b, c], 3))  # found three
     sampler.saved(0.0, realm, [a, b], [HELD, GRANTED], Request())  # found one, without saying so
     sampler.saved(0.0, realm, [a, b], [GRANTED, GRANTED], Request(matched=0))  # had been forgotten
+    sampler.saved(0.0, realm, [], [], Request())
     sampler.loaded(0.0, realm, [a, b, c], bytes([2, 4, 0]))
     seen = sampler.figures(0.0)
     assert (seen.new_roots, seen.continued, seen.lost_roots) == (1.0, 2.0, 1.0)
