@@ -64,6 +64,10 @@ def engine_blocks(requests: list[Request], tokens: int) -> int:
 
 def page(found: dict[str, Any]) -> str:
     """The results as Markdown."""
+
+    def parts(of: str) -> str:
+        return ", ".join(f"{n * found['engine_blocks'] / found[of]:.0%}" for n in (1, CPU, NVME))
+
     lines = [
         "# What is computed again",
         "",
@@ -75,8 +79,9 @@ def page(found: dict[str, Any]) -> str:
         "prompts; 2 new conversations a second, think times of 45 s",
         f"- prompts of {found['tokens_per_request']:,} tokens on average, {found['distinct']:,} distinct blocks of 512 tokens when "
         f"tenants share nothing, {found['distinct_shared']:,} when they share all",
-        f"- the engine's cache has {found['engine_blocks']:,} blocks, {found['engine_blocks'] / found['distinct_shared']:.1%} "
-        f"of the shared ones; CPU memory is {CPU} times as large, NVMe {NVME} times",
+        f"- the engine's cache has {found['engine_blocks']:,} blocks, CPU memory {CPU} times and NVMe {NVME} times as many: "
+        f"{parts('distinct')} of the distinct blocks, and {parts('distinct_shared')} where tenants share. NVMe holds nearly all, "
+        "and what is left to recompute with it is what no cache avoids",
         "- published for such traffic (72B FP8 model on 8 H200; its cache sizes are not): 38 % with vLLM's prefix cache alone, "
         "17 % with SGLang, 11 % with LMCache on CPU and NVMe, 6 % with a cache for the cluster. Only the 38 % is reproduced here, "
         "by the size of the engine's cache; the others are quoted, not measured",
