@@ -11,7 +11,8 @@ or later, and a removal beats a listing of the same generation whatever their or
 removal never goes before the record it cancels.
 
 Records are written with plain writes, so they outlive the process; after a power cut the tail may be missing or torn, which
-costs cached blocks and nothing else, because every read is verified against the header page.
+costs cached blocks and nothing else, because every read is verified against the header page. A file whose header is damaged still
+has records with checksums of their own: they are used, and the file stays as it is until a snapshot replaces it.
 """
 
 from __future__ import annotations
