@@ -107,6 +107,7 @@ class NvmeStore:
             self._pool.realms = [r for r in self._pool.realms if r.realm_id in used]
         for realm in self._pool.realms:
             self._realms[realm.realm_id] = StoredRealm(realm)
+        self.forget([BlockIo(*entry[:4], ()) for entry in blocks.older])
         self._recovered = True
         return Recovered(
             list(self._pool.realms),

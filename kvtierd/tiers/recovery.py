@@ -38,6 +38,9 @@ class LiveBlocks:
         live = _last_of_each_slot(together)
         live = live[_fits(live, extents, realms)]
         self._records, self._starts, self._shards = _whole_blocks(live)
+        self.older: list[Entry] = []
+        """Older copies of blocks that are there. Their removals were lost: unless they are recorded, such a copy would be taken for
+        the block at a later start, once the newer one has been removed."""
         self._drop_older_copies()
 
     @property
@@ -59,12 +62,17 @@ class LiveBlocks:
         names = zip(first["realm"].tolist(), first["key"].tolist(), strict=True)
         newest = {name: i for i, name in enumerate(names)}
         kept = np.array(sorted(newest.values()), np.intp)
+        others = np.setdiff1d(np.arange(len(self._starts)), kept)
+        self.older = list(self._entries(self._starts[others], self._shards[others]))
         self._starts, self._shards = self._starts[kept], self._shards[kept]
 
     def __iter__(self) -> Iterator[Entry]:
         """Realm id, key, generation, slots and expiry of each block, oldest generation first."""
-        for at in range(0, len(self._starts), BATCH_BLOCKS):
-            starts, shards = self._starts[at : at + BATCH_BLOCKS], self._shards[at : at + BATCH_BLOCKS]
+        return self._entries(self._starts, self._shards)
+
+    def _entries(self, all_starts: npt.NDArray[np.intp], all_shards: npt.NDArray[Any]) -> Iterator[Entry]:
+        for at in range(0, len(all_starts), BATCH_BLOCKS):
+            starts, shards = all_starts[at : at + BATCH_BLOCKS], all_shards[at : at + BATCH_BLOCKS]
             first = self._records[starts]
             slots: Iterator[tuple[int, ...]]
             if (shards == 1).all():
