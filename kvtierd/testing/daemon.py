@@ -41,6 +41,8 @@ class DaemonProcess:
         for table, keys in (config or {}).items():
             self.config.setdefault(table, {}).update(keys)
         self.command = [sys.executable, "-m", "kvtierd.cli"]
+        self.environment: dict[str, str] = {}
+        """Variables that the process gets besides this one's."""
         self.process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -59,7 +61,7 @@ class DaemonProcess:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / "kvtierd.toml"
         path.write_text(tomli_w.dumps(self.config))
-        env = {k: v for k, v in os.environ.items() if not k.startswith("KVTIERD_")}
+        env = {k: v for k, v in os.environ.items() if not k.startswith("KVTIERD_")} | self.environment
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen([*self.command, "serve", "--config", str(path)], stdout=log, stderr=log, env=env)
         return self.process
