@@ -386,7 +386,11 @@ class Runtime:
         self.apply()
 
     async def evict(self, realms: list[Realm], keys: list[bytes] | None, tier: Tier | None, idle_s: float) -> int:
-        """Forget copies; on return the removals are in the journal, so they hold after a crash too."""
+        """Forget copies; on return the removals are in the journal, so they hold after a crash too.
+
+        Raises:
+            RequestError: IO when the journal cannot be written: the copies are gone, but may come back after a crash.
+        """
         evicted = 0
         for realm in realms:
             chosen = keys if keys is not None else self.core.keys_to_evict(self.now(), realm, tier, idle_s)
@@ -399,7 +403,11 @@ class Runtime:
         while doomed & self.core.state.moves.keys():  # noqa: ASYNC110 - they end within an I/O, and need no event of their own
             await asyncio.sleep(EVICT_POLL_S)
         if self.nvme is not None:
-            await asyncio.to_thread(self.nvme.flush)
+            try:
+                await asyncio.to_thread(self.nvme.flush)
+            except OSError as e:
+                text = f"{evicted} copies are gone, but that cannot be recorded ({e.strerror or e}): a crash may bring them back"
+                raise RequestError(Reason.IO, f"{text}; evict again when the NVMe folder can be written") from e
         return evicted
 
     def pin(self, realms: list[Realm], keys: list[bytes], expires_s: float) -> PinTicket:

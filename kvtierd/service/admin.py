@@ -169,7 +169,12 @@ class AdminServicer(admin_pb2_grpc.KvTierAdminServiceServicer):
         """See the proto."""
 
         async def work() -> pb.CheckpointResponse:
-            return pb.CheckpointResponse(copies=await self._rt.checkpoint())
+            try:
+                return pb.CheckpointResponse(copies=await self._rt.checkpoint())
+            except OSError as e:
+                raise RequestError(
+                    Reason.IO, f"no snapshot can be written ({e.strerror or e}): the former one and the journals stay; see the log"
+                ) from e
 
         return await self._checked(context, work())
 
