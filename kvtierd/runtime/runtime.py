@@ -129,17 +129,24 @@ class Runtime:
         pause_s = FLUSH_INTERVAL_S
         while self.nvme is not None:
             await asyncio.sleep(pause_s)
+            problem = None
             try:
                 await asyncio.to_thread(self.nvme.flush)
+            except OSError as e:
+                problem = e
+            try:
                 if self._budget is not None:
                     await self._budget.keep()
-                if self.nvme.needs_snapshot():
+                if self.nvme.needs_snapshot():  # of folders that are well, where there are others
                     await self.checkpoint()
-                pause_s = FLUSH_INTERVAL_S
             except OSError as e:
+                problem = e
+            if problem is None:
+                pause_s = FLUSH_INTERVAL_S
+            else:
                 # The former snapshot and the journals stay; blocks in memory are served meanwhile.
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
-                log.error("the NVMe journal cannot be written: %s; trying again in %.1f s", e, pause_s)
+                log.error("the NVMe journal cannot be written: %s; trying again in %.1f s", problem, pause_s)
 
     async def checkpoint(self) -> int:
         """Write a snapshot of the NVMe index. Returns the copies in it."""

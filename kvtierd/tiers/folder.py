@@ -230,12 +230,15 @@ class Folder:
         log.error("reading from nvme folder %s: %s", self.path, error)
 
     def note_write_error(self, error: OSError) -> None:
-        """Count a failed write; too many in a row stop new segments."""
+        """Count a failed write; too many in a row stop new segments, and are told once."""
+        told = self.failing
         with self._lock:
             self.error_count += 1
             self._last_error = error.strerror or str(error)
             self._error_times_s = [*self._error_times_s, self._clock()][-ERRORS_IN_A_ROW:]
-        log.error("writing to nvme folder %s: %s", self.path, error)
+        log.log(logging.DEBUG if told else logging.ERROR, "writing to nvme folder %s: %s", self.path, error)
+        if self.failing and not told:
+            log.error("nvme folder %s %s", self.path, self.health)
 
     def note_written(self) -> None:
         """A write went well: errors before it are no longer in a row."""

@@ -185,7 +185,10 @@ class Journal:
         try:
             os.truncate(self._path("journal", self._sequence), size_bytes)
         except OSError as e:
-            log.error("%s: a failed write could not be undone: %s", self._folder.path, e)
+            log.log(
+                logging.DEBUG if self._folder.failing else logging.ERROR,
+                "%s: a failed write could not be undone: %s", self._folder.path, e,
+            )  # fmt: skip
 
     def defer(self, records: bytes) -> None:
         """Keep records (of removals, or of later expiries) in memory until the next :meth:`append`; over 4 MiB they are written

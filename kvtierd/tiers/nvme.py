@@ -222,16 +222,21 @@ class NvmeStore:
             self._journals[folder_id].defer(b"".join(batch))
 
     def flush(self) -> None:
-        """Write removals and later expiries that wait in memory. Blocking. Raises OSError when a journal cannot be written."""
-        for journal in self._journals.values():
-            journal.flush()
+        """Write removals and later expiries that wait in memory. Blocking. Raises OSError when a journal could not be written; the
+        others were."""
+        problem = self._flush_quietly()
+        if problem is not None:
+            raise problem
 
-    def _flush_quietly(self) -> None:
+    def _flush_quietly(self) -> OSError | None:
+        problem = None
         for folder in self._folders:
             try:
                 self._journals[id(folder)].flush()
             except OSError as e:
                 self._mover.note_write_error(folder, e)
+                problem = e
+        return problem
 
     def _record(self, blocks: Sequence[BlockIo], results: list[Result]) -> None:
         """Append the records of blocks that were written; a block whose records cannot be is not stored."""
@@ -263,12 +268,35 @@ class NvmeStore:
     # Snapshots
 
     def needs_snapshot(self) -> bool:
-        """True when journals have grown enough for :meth:`checkpoint`."""
-        return sum(j.fresh_bytes for j in self._journals.values()) > self._snapshot_at_bytes
+        """True when journals have grown enough for :meth:`checkpoint`; those of a folder that fails cannot be helped."""
+        journals = (self._journals[id(f)] for f in self._folders if not f.failing)
+        return sum(j.fresh_bytes for j in journals) > self._snapshot_at_bytes
 
     def begin_snapshot(self) -> dict[str, str]:
-        """Begin a new journal in each folder. Blocking. Returns the snapshot file to fill, by folder. Raises OSError."""
-        return {f.path: self._journals[id(f)].begin_snapshot() for f in self._folders}
+        """Begin a new journal in each folder that takes one. Blocking. Returns the snapshot file to fill, by folder.
+
+        Raises:
+            OSError: no folder takes one.
+        """
+        return self._of_each(self._folders, lambda folder: self._journals[id(folder)].begin_snapshot())
+
+    def _of_each(self, folders: Sequence[Folder], work: Callable[[Folder], T]) -> dict[str, T]:
+        """What work comes to, by folder, without those that it fails on: what one has lost is no reason to stop for the others.
+
+        Raises:
+            OSError: it fails on all.
+        """
+        done: dict[str, T] = {}
+        problem: OSError | None = None
+        for folder in folders:
+            try:
+                done[folder.path] = work(folder)
+            except OSError as e:
+                problem = e
+                self._mover.note_write_error(folder, e)
+        if problem is not None and not done:
+            raise problem
+        return done
 
     def pack_entries(self, entries: Sequence[Entry]) -> dict[str, bytes]:
         """Records for a snapshot, by folder; shards whose extent is gone are left out."""
@@ -281,14 +309,35 @@ class NvmeStore:
         return {path: b"".join(records) for path, records in packed.items()}
 
     def commit_snapshot(self, files: dict[str, str]) -> None:
-        """Make filled snapshots count and delete what they replace. Blocking. Raises OSError."""
-        for folder in self._folders:
-            self._journals[id(folder)].commit_snapshot(files[folder.path])
+        """Make filled snapshots count and delete what they replace. Blocking. Raises OSError when none could be."""
+        filled = [folder for folder in self._folders if folder.path in files]
+        self._of_each(filled, lambda folder: self._journals[id(folder)].commit_snapshot(files[folder.path]))
 
     def abort_snapshot(self) -> None:
         """Delete snapshots that were begun and not committed; none is no error. Blocking."""
         for folder in self._folders:
-            self._journals[id(folder)].abort_snapshot()
+            try:
+                self._journals[id(folder)].abort_snapshot()
+            except OSError as e:  # the next start deletes it
+                self._mover.note_write_error(folder, e)
+
+    async def _fill_snapshots(self, files: dict[str, str], packed: dict[str, bytes]) -> None:
+        """Append records to snapshots that were begun, and leave out of ``files`` those that cannot be written.
+
+        Raises:
+            OSError: none is left.
+        """
+        for folder in self._folders:
+            if folder.path not in files or folder.path not in packed:
+                continue
+            try:
+                async with aiofiles.open(files[folder.path], "ab") as f:
+                    await f.write(packed[folder.path])
+            except OSError as e:
+                self._mover.note_write_error(folder, e)
+                del files[folder.path]
+                if not files:
+                    raise
 
     async def checkpoint(self, chunks: AsyncIterator[list[Entry]]) -> int:
         """Write a snapshot while writes go on, so that journals can be deleted. One at a time; another call waits.
@@ -304,7 +353,7 @@ class NvmeStore:
             How many blocks the snapshot names.
 
         Raises:
-            OSError: a file cannot be written; the former snapshot and all journals stay, and nothing is lost.
+            OSError: no folder can be written. Where a file cannot be, the former snapshot and all journals stay, and nothing is lost.
         """
         async with self._snapshot_lock:
             count = 0
@@ -312,9 +361,8 @@ class NvmeStore:
                 files = await _to_the_end(self.begin_snapshot)
                 async for chunk in chunks:
                     count += len(chunk)
-                    for folder, data in (await asyncio.to_thread(self.pack_entries, chunk)).items():
-                        async with aiofiles.open(files[folder], "ab") as f:
-                            await f.write(data)
+                    packed = await asyncio.to_thread(self.pack_entries, chunk)
+                    await self._fill_snapshots(files, packed)
                 await _to_the_end(lambda: self.commit_snapshot(files))
             finally:
                 await _to_the_end(self.abort_snapshot)
