@@ -40,12 +40,13 @@ class KvtierdError(Exception):
 
 
 class RequestError(KvtierdError):
-    """A request that cannot be served, with its reason."""
+    """A request that cannot be served, with its reason and, where one is known, how long to wait before it is tried again."""
 
-    def __init__(self, reason: Reason, message: str) -> None:
+    def __init__(self, reason: Reason, message: str, *, retry_after_s: float = 0.0) -> None:
         super().__init__(message)
         self.reason = reason
         self.message = message
+        self.retry_after_s = retry_after_s
 
 
 class ConfigError(KvtierdError):

@@ -76,10 +76,14 @@ def rpc_failure(error: Any) -> KvtierdError:
         status = rpc_status.from_call(error)
     except (ValueError, AttributeError):  # details that contradict the code, or a peer that is no kvtierd
         status = None
-    for detail in status.details if status is not None else ():
+    details = status.details if status is not None else ()
+    retry = error_details_pb2.RetryInfo()
+    for detail in details:
+        detail.Unpack(retry)
+    for detail in details:
         info = error_details_pb2.ErrorInfo()
         if detail.Unpack(info) and info.domain == "kvtierd" and info.reason in Reason.__members__:
-            return RequestError(Reason[info.reason], status.message)
+            return RequestError(Reason[info.reason], status.message, retry_after_s=retry.retry_delay.ToMilliseconds() / 1000)
     code, text = error.code(), error.details()
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return CallTimeoutError("the daemon did not answer in time")
@@ -136,7 +140,7 @@ class PendingCall:
             self.done = True
             error = item.error
             reason = error.reason if error.reason in Reason._value2member_map_ else Reason.INTERNAL
-            raise RequestError(Reason(reason), error.message)
+            raise RequestError(Reason(reason), error.message, retry_after_s=error.retry_after_ms / 1000)
         response = getattr(item, self._field)
         if response.boot_epoch != self._stream.boot_epoch and item.HasField(self._field):
             raise self._stream.break_off("a reply came from another boot of the daemon")

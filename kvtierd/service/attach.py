@@ -133,7 +133,11 @@ class AttachStream:
     async def _welcome_in(self, attached: Attached, hello: pb.Hello) -> None:
         self._metrics.session_opened()
         loop = asyncio.get_running_loop()
-        attached.on_event = lambda text: self._spawn(loop, self._send_event(text))
+
+        def tell(text: str) -> None:
+            self._spawn(loop, self._send_event(text))
+
+        attached.on_event = tell
         await self._write(pb.AttachResponse(welcome=self._welcome(attached, bytes_only=hello.bytes_only)))
 
     def _welcome(self, attached: Attached, *, bytes_only: bool) -> pb.Welcome:
@@ -160,6 +164,7 @@ class AttachStream:
         kind = call.WhichOneof("request") or ""
         began_s = time.perf_counter()
         try:
+            self._calls.admission.check(kind)
             if kind == "load":
                 await self._load(attached, call)
             elif kind == "prefetch":
@@ -250,12 +255,23 @@ class AttachStream:
         if len(self._waiting) >= MAX_WAITING_CALLS:
             work.close()
             raise RequestError(Reason.OVERLOADED, f"{MAX_WAITING_CALLS} calls of this session are waiting; retry with back-off")
-        self._spawn(asyncio.get_running_loop(), self._guard(call_id, work))
+        try:
+            self._calls.admission.check_waiting()
+        except RequestError:
+            work.close()
+            raise
+        task = self._spawn(asyncio.get_running_loop(), self._guard(call_id, work))
+        self._calls.admission.waiting += 1
+        task.add_done_callback(self._waits_no_more)
 
-    def _spawn(self, loop: asyncio.AbstractEventLoop, work: Any) -> None:
-        task = loop.create_task(work)
+    def _waits_no_more(self, _task: asyncio.Task[None]) -> None:
+        self._calls.admission.waiting -= 1
+
+    def _spawn(self, loop: asyncio.AbstractEventLoop, work: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = loop.create_task(work)
         self._waiting.add(task)
         task.add_done_callback(self._waiting.discard)
+        return task
 
     async def _guard(self, call_id: int, work: Any) -> None:
         began_s = time.perf_counter()
@@ -273,6 +289,7 @@ class AttachStream:
         self._calls.refused(kind.capitalize(), told)
         self._calls.answered(kind.capitalize(), code_number(told.reason), began_s)
         failure = pb.CallError(code=code_number(told.reason), reason=int(told.reason), message=told.message)  # type: ignore[arg-type]
+        failure.retry_after_ms = round(told.retry_after_s * 1000)
         await self._write(pb.AttachResponse(reply=pb.Reply(id=call_id, last=True, error=failure)))
 
     async def _send_event(self, text: str) -> None:

@@ -14,6 +14,7 @@ from kvtierd.core.tickets import ReadTicket
 from kvtierd.errors import Reason, RequestError
 from kvtierd.model import MAX_KEYS_PER_CALL, MAX_TTL_S, Tier, count_keys, split_keys
 from kvtierd.runtime import Attached, Runtime, decisions
+from kvtierd.service.admission import Admission
 from kvtierd.service.logs import SlowLog
 from kvtierd.service.metrics import Metrics
 from kvtierd.service.spans import ReadSpans
@@ -32,11 +33,12 @@ UNHURRIED: Final = frozenset(["Attach", "Prefetch"])
 class Calls:
     """Data calls over a runtime. Every method raises RequestError for what it cannot serve."""
 
-    def __init__(self, runtime: Runtime, metrics: Metrics, slow: SlowLog, spans: ReadSpans) -> None:
+    def __init__(self, runtime: Runtime, metrics: Metrics, slow: SlowLog, spans: ReadSpans, admission: Admission) -> None:
         self._rt = runtime
         self._spans = spans
         self._metrics = metrics
         self._slow = slow
+        self.admission = admission
         self._epoch = runtime.boot_epoch
 
     def session(self, token: bytes) -> Attached:

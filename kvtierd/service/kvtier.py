@@ -48,6 +48,7 @@ class KvTierServicer(kvtier_pb2_grpc.KvTierServiceServicer):
         """Run a call: time it, count it, and turn what goes wrong into a status with a reason."""
         began_s = time.perf_counter()
         try:
+            self._calls.admission.check(method.lower())
             with call_span(method.lower(), "" if method in OWN_SPANS else traceparent_of(context)):
                 answer = await work()
         except (asyncio.CancelledError, grpc.aio.BaseError) as e:

@@ -24,6 +24,7 @@ from kvtierd.errors import StartupError
 from kvtierd.model import Tier
 from kvtierd.runtime import Runtime
 from kvtierd.service.admin import AdminServicer
+from kvtierd.service.admission import Admission
 from kvtierd.service.authority import RuntimeAuthority
 from kvtierd.service.calls import Calls
 from kvtierd.service.decoding import DecodingServer
@@ -43,6 +44,7 @@ log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES: Final = 8 << 20
 """Largest gRPC message; 65,536 keys take 2 MiB."""
+STREAM_WINDOW_BYTES: Final = 16 << 10
 STOP_GRACE_S: Final = 1.0
 
 
@@ -54,6 +56,7 @@ class Daemon:
         self.metrics = Metrics(tenants=config.tenants)
         self._slow = SlowLog(config.log.slow)
         self._spans = ReadSpans()
+        self._admission = Admission(config.server.max_concurrent_calls)
         self.runtime: Runtime
         self._socket = SocketPath(config.server.socket, socket.SOCK_STREAM, key="server.socket", name="gRPC socket", private=True)
         self.stopping = asyncio.Event()
@@ -115,6 +118,7 @@ class Daemon:
             _calm_gc()
             self._supervise("journal", self.runtime.flush_forever())
             self._supervise("loop lag", watch_loop_lag(self.metrics))
+            self._supervise("admission", self._admission.watch())
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, self.stopping.set)
             self._up = True
@@ -156,9 +160,14 @@ class Daemon:
                 ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
                 ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
                 ("grpc.so_reuseport", 0),
+                # A stream's window stays small: what is sent faster than it is served waits at its sender. A message that is
+                # larger gets the room it needs when it is read.
+                ("grpc.http2.bdp_probe", 0),
+                ("grpc.http2.lookahead_bytes", STREAM_WINDOW_BYTES),
             ],
         )
-        servicer = KvTierServicer(self.runtime, Calls(self.runtime, self.metrics, self._slow, self._spans), self.metrics)
+        calls = Calls(self.runtime, self.metrics, self._slow, self._spans, self._admission)
+        servicer = KvTierServicer(self.runtime, calls, self.metrics)
         decoding = DecodingServer(server)
         add_to_server(servicer, decoding)
         admin_pb2_grpc.add_KvTierAdminServiceServicer_to_server(AdminServicer(self.runtime, self.metrics, self.config), decoding)

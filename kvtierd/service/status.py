@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import grpc
 from google.protobuf import any_pb2
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
@@ -59,7 +60,9 @@ def as_request_error(error: Exception) -> RequestError:
     A text that quotes a caller's words is cut to what fits into the trailers of a call.
     """
     if isinstance(error, RequestError):
-        return error if len(error.message) <= MAX_TEXT else RequestError(error.reason, error.message[: MAX_TEXT - 1] + "…")
+        if len(error.message) <= MAX_TEXT:
+            return error
+        return RequestError(error.reason, error.message[: MAX_TEXT - 1] + "…", retry_after_s=error.retry_after_s)
     if isinstance(error, DecodeError):  # by reading from a stream
         return RequestError(Reason.BAD_REQUEST, "the bytes are no message of this call; see proto/ for what it takes")
     log.error("a call failed by a bug", exc_info=error)
@@ -68,8 +71,13 @@ def as_request_error(error: Exception) -> RequestError:
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: RequestError) -> None:
     """End a call with an error and its reason."""
-    info = error_details_pb2.ErrorInfo(reason=error.reason.name, domain=ERROR_DOMAIN)
-    detail = any_pb2.Any()
-    detail.Pack(info)
-    status = rpc_status.to_status(status_pb2.Status(code=code_number(error.reason), message=error.message, details=[detail]))
+    infos = [error_details_pb2.ErrorInfo(reason=error.reason.name, domain=ERROR_DOMAIN)]
+    if error.retry_after_s:
+        delay = Duration()
+        delay.FromMilliseconds(round(error.retry_after_s * 1000))
+        infos.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    details = [any_pb2.Any() for _ in infos]
+    for detail, info in zip(details, infos, strict=True):
+        detail.Pack(info)
+    status = rpc_status.to_status(status_pb2.Status(code=code_number(error.reason), message=error.message, details=details))
     await context.abort(code_of(error.reason), error.message, status.trailing_metadata)
