@@ -353,7 +353,7 @@ class NvmeStore:
             How many blocks the snapshot names.
 
         Raises:
-            OSError: no folder can be written. Where a file cannot be, the former snapshot and all journals stay, and nothing is lost.
+            OSError: no folder can be written. Where one cannot be, its former snapshot and all its journals stay: nothing is lost.
         """
         async with self._snapshot_lock:
             count = 0

@@ -1,8 +1,8 @@
-"""Goal: a disk that dies under the daemon, a clock that jumps and a full /dev/shm cost cached blocks at the most: never an answer, a
-wrong byte or the daemon.
+"""Goal: a disk that dies under the daemon, a clock that jumps and a full /dev/shm cost cached blocks at the most: never an answer,
+a wrong byte or the daemon.
 
-Method: a real daemon over a preloaded library that puts faults between it and its files (kvtierd.testing.faults.disk), and in a mount
-namespace of its own; what is served before, meanwhile and afterwards is compared with what the keys stand for.
+Method: a real daemon over a preloaded library that puts faults between it and its files (kvtierd.testing.faults.disk), and in a
+mount namespace of its own; what is served before, meanwhile and afterwards is compared with what the keys stand for.
 """
 
 from __future__ import annotations
@@ -208,7 +208,8 @@ def test_a_clock_that_jumps(disk: FaultyDisk, make_faulty: MakeDaemon, make_clie
 
 
 def test_a_full_dev_shm_is_none_of_our_business(make_daemon: MakeDaemon, make_client: MakeClient) -> None:
-    inside = "mount -t tmpfs -o size=64k tmpfs /dev/shm && head -c 64k /dev/zero > /dev/shm/full && ! head -c 1 /dev/zero > /dev/shm/more"
+    fill = "head -c 64k /dev/zero > /dev/shm/full && ! head -c 1 /dev/zero > /dev/shm/more"
+    inside = f"mount -t tmpfs -o size=64k tmpfs /dev/shm && {fill}"
     unshare = [shutil.which("unshare") or "unshare", "--mount", "--propagation", "private", "sh", "-c"]
     if not shutil.which("unshare") or subprocess.run([*unshare, inside], capture_output=True, check=False).returncode:
         pytest.skip("needs leave to mount in a namespace of its own")

@@ -1,4 +1,4 @@
-"""Goal: a folder whose device is lost takes nothing away from the others: they are written, and their journals are cut by snapshots.
+"""Goal: a folder whose device is lost takes nothing from the others: they are written, and their journals are cut by snapshots.
 
 Method: an engine and a snapshot folder that fail for one of two folders; files and recovered blocks are compared.
 """

@@ -476,7 +476,8 @@ def test_a_hundred_thousand_blocks_recover_quickly_and_in_order(tmp_path: Path) 
 
 def test_an_older_copy_whose_removal_was_lost_never_comes_back(tmp_path: Path) -> None:
     store = started(tmp_path, 0)
-    assert store.write([block(REALM, 0, 7, slot_id(1, 5))]) == [Result.OK]  # as after a power cut that took the removal of the first
+    # As after a power cut that took the removal of the first copy.
+    assert store.write([block(REALM, 0, 7, slot_id(1, 5))]) == [Result.OK]
     crash(store)
     store, recovered = open_store(config_for(tmp_path))
     assert list(recovered.blocks) == [entry(0, 7, slot_id(1, 5))], "the newest counts"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -53,8 +52,8 @@ def check_memory(pid: int, capacity_bytes: int) -> int:
     total = 0
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         try:
-            if os.readlink(entry).startswith("/memfd:kvtierd"):
-                total += os.stat(entry).st_blocks * 512
+            if str(entry.readlink()).startswith("/memfd:kvtierd"):
+                total += entry.stat().st_blocks * 512
         except FileNotFoundError:
             continue
     assert total <= capacity_bytes, f"the CPU tier takes {total} bytes of memory; its capacity is {capacity_bytes}"

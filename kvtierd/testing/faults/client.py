@@ -60,7 +60,7 @@ class CampaignClient:
         self._number = number
         self._rng = random.Random(seed)
         self._client = Client(realm.namespace, address, realm.tenant, timeout_s=3.0, name=f"campaign {number}")
-        with open(path, "r+b") as f:
+        with Path(path).open("r+b") as f:
             self._state = mmap.mmap(f.fileno(), STATE_BYTES)
         self._counts = list(_PROGRESS.unpack_from(self._state))
 

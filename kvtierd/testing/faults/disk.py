@@ -1,7 +1,7 @@
 """Faults below a process: builds the preloaded library, steers it, and takes writes back that no sync has made durable.
 
-Faults that a device reports (EIO, ENOSPC, short transfers) and those that it hides (torn and lost writes, flipped bits on reads) come at
-rates; a path can be made dead altogether. Needs gcc or another C compiler that takes its arguments.
+Faults that a device reports (EIO, ENOSPC, short transfers) and those that it hides (torn and lost writes, flipped bits on reads)
+come at rates; a path can be made dead altogether. Needs gcc or another C compiler that takes its arguments.
 """
 
 from __future__ import annotations
@@ -47,10 +47,6 @@ class DiskFault(IntEnum):
     MAKE_ENOSPC = 9
     """A file's room cannot be allocated."""
     RENAME_EIO = 10
-
-
-HIDDEN: Final = frozenset([DiskFault.WRITE_TORN, DiskFault.WRITE_LOST])
-"""Faults after which a block that is listed may turn out to be none."""
 
 
 def compiler() -> str | None:
@@ -196,7 +192,10 @@ def _build(library: Path) -> None:
     if found is None:
         raise RuntimeError("faults below the daemon need a C compiler: install gcc")
     done = subprocess.run(
-        [found, "-shared", "-fPIC", "-O2", "-o", str(library), str(SOURCE), "-ldl", "-lpthread"], capture_output=True, text=True, check=False
+        [found, "-shared", "-fPIC", "-O2", "-o", str(library), str(SOURCE), "-ldl", "-lpthread"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         raise RuntimeError(f"{SOURCE} cannot be built: {done.stderr[-2000:]}")

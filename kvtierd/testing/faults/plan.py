@@ -27,8 +27,8 @@ class Kind(Enum):
 _WITHOUT_DISK: Final = ((Kind.KILL, 6), (Kind.DRAIN, 2), (Kind.START, 2))
 _WITH_DISK: Final = ((Kind.KILL, 7), (Kind.DRAIN, 2), (Kind.START, 3), (Kind.REPORTED, 4), (Kind.HIDDEN, 2), (Kind.POWER, 3))
 _REPORTED: Final = (
-    DiskFault.WRITE_EIO, DiskFault.WRITE_ENOSPC, DiskFault.WRITE_SHORT, DiskFault.READ_EIO, DiskFault.READ_SHORT, DiskFault.READ_FLIP,
-    DiskFault.SYNC_EIO, DiskFault.MAKE_ENOSPC, DiskFault.RENAME_EIO,
+    DiskFault.WRITE_EIO, DiskFault.WRITE_ENOSPC, DiskFault.WRITE_SHORT, DiskFault.READ_EIO, DiskFault.READ_SHORT,
+    DiskFault.READ_FLIP, DiskFault.SYNC_EIO, DiskFault.MAKE_ENOSPC, DiskFault.RENAME_EIO,
 )  # fmt: skip
 
 
