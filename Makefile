@@ -31,11 +31,16 @@ FIRST ?= 0
 SIMULATE_ARGS ?=
 MINUTES ?= 10
 FUZZ_ARGS ?=
+# 300 kills take about fifteen minutes.
+KILLS ?= 300
+CAMPAIGN_ARGS ?=
+SOAK_MINUTES ?= 30
+OVERLOAD_ARGS ?=
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 TEST_ARGS ?=
 
-.PHONY: help venv demo test fuzz simulate test-slow test-helm test-prometheus test-vllm test-vllm-oldest lint format proto proto-check proto-baseline docs chart bench bench-peers build clean
+.PHONY: help venv demo test fuzz simulate campaign soak overload test-slow test-helm test-prometheus test-vllm test-vllm-oldest lint format proto proto-check proto-baseline docs chart bench bench-peers build clean
 
 help: ## show this list
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)$$/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -89,6 +94,15 @@ fuzz: $(DEV) ## fuzz all that reads bytes from outside for MINUTES (with Atheris
 
 simulate: $(DEV) ## simulate SEEDS runs of a whole daemon with faults and crashes (or tell one: SEED=k)
 	$(BIN)/python -m kvtierd.testing.simulation $(if $(SEED),--seed $(SEED),--seeds $(SEEDS) --first $(FIRST)) $(SIMULATE_ARGS)
+
+campaign: $(DEV) ## kill a real daemon KILLS times over a disk that fails (docs/faults.md; SEED=k)
+	$(BIN)/python -m kvtierd.testing.faults --kills $(KILLS) $(if $(SEED),--seed $(SEED)) $(CAMPAIGN_ARGS)
+
+soak: $(DEV) ## work for SOAK_MINUTES and look whether anything grows (docs/faults.md)
+	$(BIN)/python -m kvtierd.testing.soak --minutes $(SOAK_MINUTES)
+
+overload: $(DEV) ## offer a daemon more than it can take from 200 sessions (docs/faults.md)
+	$(BIN)/python loadtest/overload.py $(OVERLOAD_ARGS)
 
 lint: $(DEV) ## ruff, mypy and the import contracts
 	$(BIN)/ruff check .

@@ -3,7 +3,7 @@
 ``python loadtest/overload.py --sessions 200 --rate 10000 --seconds 20``
 
 Calls are sent when they are due, whether former ones were answered or not. A call ends accepted, refused (RESOURCE_EXHAUSTED), or
-is held back by flow control and never sent. Meanwhile an ordinary client makes one call after the other, as an engine does. Latencies
+is held back by flow control and never sent. Meanwhile an ordinary client makes one call after the other, as an engine does. Times
 are given beside those of the same daemon unloaded: ratios say more than milliseconds of a shared machine.
 """
 

@@ -1,0 +1,76 @@
+"""Goal: the real daemon mixes nothing up, however often it is killed and whatever its disk does, and holds no more when it works for
+long.
+
+Method: short forms of the campaign and of the soak (docs/faults.md), by counts of kills and of calls.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+
+import pytest
+
+from kvtierd.testing.faults.campaign import run
+from kvtierd.testing.faults.disk import DiskFault, compiler
+from kvtierd.testing.faults.plan import Kind, draw
+from kvtierd.testing.soak import GROWTH_BYTES, GROWTH_BYTES_A_BLOCK, Sample, Soak, verdict
+
+KILLS = 15
+SEED = 5
+"""Its first rounds have every kind of end."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_short_campaign(tmp_path: Path) -> None:
+    disk = compiler() is not None
+    print(f"seed {SEED}")
+    counts = run(tmp_path, SEED, KILLS, disk=disk)
+    assert counts["SIGKILLs of the daemon"] >= KILLS
+    assert counts["listed blocks loaded and compared"] > 1000
+    assert counts["evictions that held"] > 0
+    if disk:
+        assert sum(count for name, count in counts.items() if name.startswith("fault ")) > 0
+
+
+def test_plans_follow_from_the_seed() -> None:
+    plans = [draw(3, number, disk=True) for number in range(200)]
+    assert plans == [draw(3, number, disk=True) for number in range(200)]
+    assert {plan.kind for plan in plans} == set(Kind)
+    assert {fault for plan in plans for fault in plan.rates} == set(DiskFault)
+    assert not any(plan.is_honest and plan.rates for plan in plans)
+    assert {plan.kind for plan in (draw(3, n, disk=False) for n in range(200))} == {Kind.KILL, Kind.DRAIN, Kind.START}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_short_soak(tmp_path: Path) -> None:
+    soak = Soak(tmp_path, seed=1)
+    try:
+        soak.start()
+        for rounds in range(100, 1900, 100):
+            while soak.rounds < rounds:
+                time.sleep(0.05)
+                if any(worker.problem for worker in soak.workers):
+                    break
+            soak.look()
+        found = verdict(soak.samples)
+        soak.end()
+    finally:
+        soak.close()
+    assert not found, found
+    assert soak.blocks > 10_000
+
+
+def test_growth_is_seen() -> None:
+    flat = [Sample(n, 1000 * n, 100 << 20, 50, 20, 300) for n in range(30)]
+    assert verdict(flat) == []
+    for name, step in (("descriptors", 1), ("threads", 1), ("mappings", 5)):
+        growing = [dataclasses.replace(s, **{name: getattr(s, name) + step * n}) for n, s in enumerate(flat)]
+        assert [text.split(":")[0] for text in verdict(growing)] == [name]
+    costly = [dataclasses.replace(s, memory_bytes=s.memory_bytes + int(s.blocks * 2000)) for s in flat]
+    assert [text.split(":")[0] for text in verdict(costly)] == ["memory"]
+    within = [dataclasses.replace(s, memory_bytes=s.memory_bytes + int(s.blocks * GROWTH_BYTES_A_BLOCK)) for s in flat]
+    assert verdict(within) == [], f"up to {GROWTH_BYTES} bytes are the allocator's"
