@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 MAX_EXTENT_ID: Final = (1 << 31) - 1
 MAX_LEAVING_EXTENTS: Final = 4
 """Extents of a pool that may be on their way out at one time because another group asked for room."""
+PIECES: Final = 4
+"""A pool has at most so many times the extents that fill its capacity. What is left over when an extent goes to another group makes
+smaller and smaller ones otherwise, down to one slot, and each costs a descriptor here and a mapping in each client."""
+MIN_EXTENTS: Final = 64
+"""As many it may have in any case."""
 UNMADE_PAUSE_S: Final = 1.0
 """How long no extent is made after one could not be made."""
 LEAVING_PAUSE_S: Final = 1.0
@@ -125,6 +130,7 @@ class SlotPool:
         self.tier = tier
         self.capacity_bytes = capacity_bytes
         self.extent_bytes = extent_bytes
+        self._max_extents = max(PIECES * capacity_bytes // max(extent_bytes, 1), MIN_EXTENTS)
         self.reserved_bytes = 0
         self.used_bytes = 0
         self.growth_blocked_until_s = 0.0
@@ -166,9 +172,11 @@ class SlotPool:
         """Make an extent for each group that has so many slots too few. All or none: a shard alone is of no use.
 
         Where less than a whole extent each is left, the groups share the room in proportion, so that no shard takes the
-        room of the others.
+        room of the others. None is made when the pool is in too many pieces, until others have gone.
         """
         room = self.capacity_bytes - self.reserved_bytes
+        if len(self.extents) + len(self.retiring) + len(wanted) > self._max_extents:
+            return False
         rest = sum(group.slot_bytes * count for group, count in wanted)
         if room < rest or now < self.growth_blocked_until_s or self.next_extent_id + len(wanted) > MAX_EXTENT_ID:
             return False

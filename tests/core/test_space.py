@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import sys
 
 import pytest
 
+from kvtierd.core import slots
 from kvtierd.core.commands import Forget, StartMoves
 from kvtierd.core.limits import Limits
 from kvtierd.core.saves import BUSY
@@ -408,3 +410,36 @@ def test_cost_does_not_grow_with_realms(quota: int | None) -> None:
 
     few, many = cost(20), cost(5000)
     assert many < 3 * few, f"{few} lines with few realms, {many} with many"
+
+
+def test_a_pool_is_never_in_too_many_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Goal: extents stay few however long realms of many sizes take room from each other, and everybody goes on getting room.
+
+    Method: ever new blocks of one realm after the other, evicted or not; what is left over by one size is too little for the next.
+    The bound is set lower than the number that there would be.
+    """
+    monkeypatch.setattr(slots, "MIN_EXTENTS", 1)
+    monkeypatch.setattr(slots, "PIECES", 1)
+    rng = random.Random(3)
+    shell = Shell(config(cpu=1024 * KIB, extent=128 * KIB, nvme=0))
+    pool = shell.core.state.pools[Tier.CPU]
+    realms = [shell.realm(*sizes, model=f"m{n}") for n, sizes in enumerate([(4096,), (20_480, 4096), (65_536,)] * 8)]
+    sessions = [shell.attach(realm) for realm in realms]
+    most = number = 0
+    for step in range(400):
+        shell.now = step / 10
+        at = rng.randrange(len(realms))
+        some = keys(*range(number, number + 6))
+        number += len(some)
+        shell.put(sessions[at], realms[at], some)
+        if rng.random() < 0.3:
+            shell.evict(realms[at], some[:3])
+        most = max(most, len(pool.extents) + len(pool.retiring))
+    assert most == 8, "as many as fill the pool when they are whole"
+    for session, realm in zip(sessions, realms, strict=True):
+        outcomes: list[int] = []
+        for _ in range(4):
+            shell.now += 2 * LEAVING_PAUSE_S
+            outcomes += shell.put(session, realm, keys(number := number + 1)).outcomes
+        assert GRANTED in outcomes, "each gets room"
+    shell.check()
