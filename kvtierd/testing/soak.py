@@ -1,14 +1,13 @@
-"""``python -m kvtierd.testing.soak --minutes 30``: does a daemon that works for long keep to the same memory, descriptors and threads?
+"""``python -m kvtierd.testing.soak --minutes 30``: does a daemon that works for long keep to its memory, descriptors and threads?
 
-Threads with a client each save ever new blocks, load, prefetch, pin and evict them, for tenants and namespaces in turn, and leave and
-come back. What the daemon process holds is looked at again and again. The first third warms up; from then on descriptors, threads and
-mappings must not become more, and memory must not grow with the blocks that have come and gone.
+Threads with a client each save ever new blocks, load, prefetch, pin and evict them, for tenants and namespaces in turn, and leave
+and come back. What the daemon process holds is looked at again and again. The first third warms up; from then on descriptors, threads
+and mappings must not become more, and memory must not grow with the blocks that have come and gone.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import statistics
 import sys
@@ -54,7 +53,9 @@ def sample(pid: int, blocks: int, began_s: float) -> Sample:
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
     memory = int(status["RssAnon"].split()[0]) << 10
     maps = len(Path(f"/proc/{pid}/maps").read_text().splitlines())
-    return Sample(time.monotonic() - began_s, blocks, memory, len(os.listdir(f"/proc/{pid}/fd")), int(status["Threads"]), maps)
+    return Sample(
+        time.monotonic() - began_s, blocks, memory, len(list(Path(f"/proc/{pid}/fd").iterdir())), int(status["Threads"]), maps
+    )
 
 
 class Worker(threading.Thread):
@@ -196,10 +197,10 @@ def show(samples: list[Sample]) -> str:
     """Some of the samples as a table."""
     lines = ["minutes | blocks saved | memory, MiB | descriptors | threads | mappings", "---: | ---: | ---: | ---: | ---: | ---:"]
     step = max(len(samples) // 12, 1)
-    for s in [*samples[: len(samples) - 1 : step], samples[-1]]:
-        lines.append(
-            f"{s.at_s / 60:.1f} | {s.blocks} | {s.memory_bytes / 2**20:.1f} | {s.descriptors} | {s.threads} | {s.mappings}"
-        )
+    lines += [
+        f"{s.at_s / 60:.1f} | {s.blocks} | {s.memory_bytes / 2**20:.1f} | {s.descriptors} | {s.threads} | {s.mappings}"
+        for s in [*samples[: len(samples) - 1 : step], samples[-1]]
+    ]
     return "\n".join(lines)
 
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from kvtierd.core import slots
+from kvtierd.core import slots as slot_pools
 from kvtierd.core.commands import Forget, StartMoves
 from kvtierd.core.limits import Limits
 from kvtierd.core.saves import BUSY
@@ -418,8 +418,8 @@ def test_a_pool_is_never_in_too_many_pieces(monkeypatch: pytest.MonkeyPatch) -> 
     Method: ever new blocks of one realm after the other, evicted or not; what is left over by one size is too little for the next.
     The bound is set lower than the number that there would be.
     """
-    monkeypatch.setattr(slots, "MIN_EXTENTS", 1)
-    monkeypatch.setattr(slots, "PIECES", 1)
+    monkeypatch.setattr(slot_pools, "MIN_EXTENTS", 1)
+    monkeypatch.setattr(slot_pools, "PIECES", 1)
     rng = random.Random(3)
     shell = Shell(config(cpu=1024 * KIB, extent=128 * KIB, nvme=0))
     pool = shell.core.state.pools[Tier.CPU]

@@ -1,5 +1,5 @@
-"""Goal: the real daemon mixes nothing up, however often it is killed and whatever its disk does, and holds no more when it works for
-long.
+"""Goal: the real daemon mixes nothing up, however often it is killed and whatever its disk does, and holds no more when it works
+for long.
 
 Method: short forms of the campaign and of the soak (docs/faults.md), by counts of kills and of calls.
 """
