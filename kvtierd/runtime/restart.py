@@ -11,6 +11,7 @@ from typing import Final
 
 from kvtierd.core.admission import Admission
 from kvtierd.core.tier_core import TierCore
+from kvtierd.errors import StartupError
 from kvtierd.model import NO_END
 from kvtierd.runtime.wallclock import WallClock
 from kvtierd.tiers.base import BlockIo
@@ -34,10 +35,15 @@ async def recover(core: TierCore, store: NvmeStore, clock: WallClock) -> int:
         The first generation that was not in use before.
 
     Raises:
-        OSError: a journal cannot be read.
+        StartupError: a journal or snapshot cannot be read.
     """
     began_s = time.monotonic()
-    found = await asyncio.to_thread(store.recover)
+    try:
+        found = await asyncio.to_thread(store.recover)
+    except OSError as e:
+        raise StartupError(
+            f"what the NVMe tier holds cannot be read ({e}): check the device, or take its folder out of nvme.folders to do without"
+        ) from e
     now = clock.now()
     for info in found.realms:
         core.open_realm(info.tenant, info.namespace, info.realm_id, shared=info.shared)

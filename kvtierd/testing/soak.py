@@ -1,8 +1,8 @@
 """``python -m kvtierd.testing.soak --minutes 30``: does a daemon that works for long keep to its memory, descriptors and threads?
 
 Threads with a client each save ever new blocks, load, prefetch, pin and evict them, for tenants and namespaces in turn, and leave
-and come back. What the daemon process holds is looked at again and again. The first third warms up; from then on descriptors, threads
-and mappings must not become more, and memory must not grow with the blocks that have come and gone.
+and come back. What the daemon process holds is looked at again and again. The first third warms up; from then on descriptors,
+threads and mappings must not become more, and memory must not grow with the blocks that have come and gone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from kvtierd.client import Client
 from kvtierd.model import Namespace
@@ -114,7 +114,10 @@ class Soak:
     """A daemon, its load, and the samples."""
 
     def __init__(self, folder: Path, seed: int) -> None:
-        config = {"cpu": {"capacity": "24MiB", "ttl": 1.0}, "nvme": {"capacity": "96MiB", "snapshot_journal": "64KiB"}}
+        config: dict[str, dict[str, Any]] = {
+            "cpu": {"capacity": "24MiB", "ttl": 1.0},
+            "nvme": {"capacity": "96MiB", "snapshot_journal": "64KiB"},
+        }
         self.daemon = DaemonProcess(folder, config | {"server": {"metrics": ""}, "log": {"level": "warning"}}).start()
         self.workers = [Worker(self.daemon.address, f"{seed}/{n}") for n in range(THREADS)]
         self.samples: list[Sample] = []

@@ -29,6 +29,7 @@ from tests.daemon.test_any_number import reason_of
 from tests.daemon.test_hostile import until
 from tests.daemon.test_restart import SIZE, content, load_all
 from tests.daemon.test_roundtrip import to_nvme_only
+from tests.daemon.test_start import refuse
 
 MakeDaemon = Callable[..., DaemonProcess]
 MakeClient = Callable[..., Client]
@@ -134,6 +135,21 @@ def _stays(daemon: DaemonProcess, client: Client) -> bool:
     with daemon.admin() as stub:
         stub.Drain(pb.DrainRequest(timeout_s=5, resume=True), timeout=20)
     return all(tiers & Tier.NVME.bit for tiers in client.lookup(keys, each=True).tiers)
+
+
+@pytest.mark.parametrize("part", ["journal-", "snapshot-", "pool.json", "/b"])
+def test_a_start_on_a_dead_disk_says_why(disk: FaultyDisk, make_faulty: MakeDaemon, make_client: MakeClient, part: str) -> None:
+    daemon = make_faulty("a", "b")
+    keys = new_keys(20)
+    save(make_client(daemon, SIZE), keys)
+    assert daemon.stop() == 0
+    disk.kill(part)
+    text = refuse(daemon)
+    assert str(disk.under) in text
+    assert "Input/output error" in text
+    disk.heal()
+    daemon.start()
+    assert load_all(make_client(daemon, SIZE), keys) == set(range(20)), "nothing was changed meanwhile"
 
 
 def test_a_dead_disk_holds_no_shutdown_up(disk: FaultyDisk, make_faulty: MakeDaemon, make_client: MakeClient) -> None:
