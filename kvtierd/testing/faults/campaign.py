@@ -26,7 +26,7 @@ from kvtierd.testing.daemon import DaemonProcess
 from kvtierd.testing.faults import checks
 from kvtierd.testing.faults.client import WRONG, evicted_keys, forget_evicted, make_state, progress_of
 from kvtierd.testing.faults.contents import REALMS, Realm
-from kvtierd.testing.faults.disk import DiskFault, FaultyDisk, compiler
+from kvtierd.testing.faults.disk import FaultyDisk, compiler
 from kvtierd.testing.faults.plan import Kind, Plan, draw
 
 CPU_BYTES: Final = 6 << 20
@@ -158,10 +158,8 @@ class Campaign:
     def _start_again(self, plan: Plan) -> None:
         if self.disk is not None:
             self.disk.watch_writes(on=False)
-            # A bit that turns in a file's version makes it another program's: it is put aside whole, and counts no more.
-            rates = dict(plan.rates) if plan.faulty_start else {}
-            rates.pop(DiskFault.READ_FLIP, None)
-            self.disk.set(rates, seed=self.seed + plan.number, only=plan.only)
+            if not plan.faulty_start:
+                self.disk.heal()
         for after_s in plan.start_kills_s:
             self.daemon.launch()
             time.sleep(after_s)

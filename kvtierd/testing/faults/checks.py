@@ -68,6 +68,8 @@ def check_files(folders: list[Path], capacity_bytes: int) -> int:
             sizes[path] = path.stat().st_blocks * 512
         except FileNotFoundError:
             continue
+    aside = [path.name for path in sizes if ".old-format-" in path.name]
+    assert not aside, f"taken for files of another version: {aside}"
     total = sum(sizes.values())
     assert total <= capacity_bytes, f"files take {total} bytes of {capacity_bytes}: {sizes}"
     return total
