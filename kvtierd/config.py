@@ -35,16 +35,18 @@ from kvtierd.units import (
     parse_address,
     parse_duration,
     parse_endpoint,
+    parse_group,
     parse_mode,
     parse_size,
     parse_ttl,
+    parse_user,
     shown,
 )
 
 __all__ = [
-    "MAX_DURATION_S", "MAX_TENANT_NAME", "Config", "CpuConfig", "Duration", "EventsConfig", "HbmConfig", "LogConfig", "Mode",
-    "NvmeConfig", "OptionalDuration", "PolicyConfig", "ServerConfig", "Size", "TenantConfig", "TracingConfig", "field_paths",
-    "load_config", "parse_address", "parse_duration", "parse_mode", "parse_size", "parse_ttl", "value_of",
+    "MAX_DURATION_S", "MAX_TENANT_NAME", "Config", "CpuConfig", "Duration", "EventsConfig", "Group", "HbmConfig", "LogConfig",
+    "Mode", "NvmeConfig", "OptionalDuration", "PolicyConfig", "ServerConfig", "Size", "TenantConfig", "TracingConfig", "User",
+    "field_paths", "load_config", "parse_address", "parse_duration", "parse_mode", "parse_size", "parse_ttl", "value_of",
 ]  # fmt: skip
 
 MAX_DEADLINE_S: Final = 86400.0
@@ -53,6 +55,8 @@ MAX_FILE_BYTES: Final = 8 << 20
 MAX_TOLD: Final = 20
 """Faults of one configuration that are told."""
 MAX_KEY_CHARS: Final = 200
+MAX_ALLOWED: Final = 128
+"""Users, and groups, that the sockets let in."""
 
 
 def _plain_number(value: object, field: FieldInfo) -> object:
@@ -80,6 +84,8 @@ Size = Annotated[int, BeforeValidator(parse_size)]
 Duration = Annotated[float, BeforeValidator(parse_duration)]
 OptionalDuration = Annotated[float | None, BeforeValidator(parse_ttl)]
 Mode = Annotated[int, BeforeValidator(parse_mode)]
+User = Annotated[int, BeforeValidator(parse_user)]
+Group = Annotated[int, BeforeValidator(parse_group)]
 
 
 class _Section(BaseModel):
@@ -192,6 +198,16 @@ class ServerConfig(_Section):
     socket: Path = Field(default_factory=lambda: _runtime_dir() / "kvtierd.sock", description="Unix socket of the gRPC API.")
     descriptor_socket: Path | None = Field(None, description="Unix socket for descriptors; next to the gRPC socket when not set.")
     socket_mode: Mode = Field(0o600, description="Permissions of both sockets.")
+    allow_users: list[User] = Field(
+        default_factory=list,
+        max_length=MAX_ALLOWED,
+        description="Users (names or numbers) who may use both sockets beside the daemon's own and root; with socket_mode 0o600.",
+    )
+    allow_groups: list[Group] = Field(
+        default_factory=list,
+        max_length=MAX_ALLOWED,
+        description="Groups (names or numbers) whose members may use them too.",
+    )
     listen: str | None = Field(None, description='TCP address such as "0.0.0.0:9460"; needs tls_* or insecure.')
     insecure: bool = Field(False, description="Allow TCP without TLS.")
     tls_cert: Path | None = Field(None, description="PEM certificate chain.")
@@ -309,8 +325,15 @@ class Config(_Section):
         for name in self.tenants:
             if not is_tenant_name(name):
                 raise ValueError(f"tenants.{name[:80]!r}: a tenant name has 1 to {MAX_TENANT_NAME} printable characters")
+        if self.server.tls_client_ca and not self.server.tls_cert:
+            raise ValueError("server.tls_client_ca is for TLS; set server.tls_cert and server.tls_key too")
         if self.server.listen and not (self.server.tls_cert or self.server.insecure):
             raise ValueError("server.listen needs server.tls_cert and server.tls_key, or server.insecure = true")
+        if (self.server.allow_users or self.server.allow_groups) and self.server.socket_mode & 0o077:
+            raise ValueError(
+                "server.socket_mode lets in users whom server.allow_users and server.allow_groups do not name; "
+                "set it to 0o600, or leave the lists out"
+            )
         return self
 
 
@@ -365,6 +388,12 @@ def load_config(
 _SERVICE_LINK = re.compile(r"_SERVICE_(HOST|PORT)|_PORT(_\d+_(TCP|UDP)|$)")
 """What Kubernetes sets for a Service that is called kvtierd."""
 _NOT_CONFIG = frozenset(["KVTIERD_CONFIG", "KVTIERD_ADDRESS"])
+_LISTS: Final = {
+    "nvme.folders": ("folders", f"/mnt/nvme0/kvtierd{os.pathsep}/mnt/nvme1/kvtierd"),
+    "server.allow_users": ("users", f"vllm{os.pathsep}1001"),
+    "server.allow_groups": ("groups", f"vllm{os.pathsep}1001"),
+}
+"""Keys whose values are lists: of what, and an example."""
 
 
 def _from_env(env: Mapping[str, str]) -> Iterator[tuple[str, object]]:
@@ -393,15 +422,16 @@ def value_of(key: str, text: str) -> object:
     Raises:
         ValueError: the text is no list; says what to write.
     """
-    if key != "nvme.folders":
+    if key not in _LISTS:
         return text
-    how = f"separate folders by {os.pathsep!r}, for example /mnt/nvme0/kvtierd{os.pathsep}/mnt/nvme1/kvtierd"
+    entries, example = _LISTS[key]
+    how = f"separate {entries} by {os.pathsep!r}, for example {example}"
     if text.lstrip().startswith(("[", '"', "'")):
         raise ValueError(f"{text!r} looks like TOML; {how}")
-    folders = text.split(os.pathsep)
-    if not all(folder.strip() for folder in folders):
+    parts = text.split(os.pathsep)
+    if not all(part.strip() for part in parts):
         raise ValueError(f"{text!r} has an empty entry; {how}")
-    return folders
+    return parts
 
 
 def _put(data: dict[str, Any], dotted: str, value: object) -> None:

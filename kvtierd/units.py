@@ -1,12 +1,14 @@
-"""Sizes, durations, permissions and addresses as people write them."""
+"""Sizes, durations, permissions, users and addresses as people write them."""
 
 from __future__ import annotations
 
 import difflib
+import grp
 import ipaddress
+import pwd
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -20,6 +22,8 @@ MAX_SIZE_BYTES: Final = 1 << 60
 """Largest size that a key may say: more than any machine has, and far from where a number overflows."""
 MAX_DURATION_S: Final = 3650 * 86400.0
 """Longest duration that a key may say, ten years; an endless one is spelled "never" where a key knows that."""
+MAX_OWNER: Final = 2**32 - 2
+"""Largest number of a user or group; the next one means none."""
 
 
 def _number_with_unit(value: object, units: Mapping[str, float], kind: str, example: str, most: float, most_text: str) -> float:
@@ -146,6 +150,29 @@ def parse_mode(value: object) -> int:
     if isinstance(mode, bool) or not isinstance(mode, int) or not 0 <= mode <= 0o777:
         raise ValueError(f"{shown(value)} are no permissions; they are octal: write 0o600 in a file, 0600 elsewhere")
     return mode
+
+
+def parse_user(value: object) -> int:
+    """Number of a user, given by name or number. Raises ValueError that says what may be written."""
+    return _owner(value, "user", lambda name: pwd.getpwnam(name).pw_uid)
+
+
+def parse_group(value: object) -> int:
+    """Number of a group, given by name or number. Raises ValueError that says what may be written."""
+    return _owner(value, "group", lambda name: grp.getgrnam(name).gr_gid)
+
+
+def _owner(value: object, what: str, number_of: Callable[[str], int]) -> int:
+    if isinstance(value, str) and not re.fullmatch(r"[0-9]{1,10}", value):
+        try:
+            return number_of(value)
+        except (KeyError, ValueError):
+            raise ValueError(f"there is no {what} {shown(value)} here; write a name that this machine knows, or a number") from None
+    # Helm writes every number as a fraction.
+    whole = isinstance(value, int | str) or (isinstance(value, float) and value.is_integer())
+    if isinstance(value, bool) or not whole or not 0 <= (number := int(value)) <= MAX_OWNER:  # type: ignore[call-overload]
+        raise ValueError(f"{shown(value)} is no {what}; write a name, or a number from 0 to {MAX_OWNER}")
+    return int(number)
 
 
 def is_loopback(host: str) -> bool:

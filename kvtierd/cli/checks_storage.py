@@ -218,7 +218,7 @@ def _listener(path: Path, name: str) -> Finding:
     if code == errno.ECONNREFUSED:
         return Finding(name, Level.OK, f"{path} is left over from a daemon that has gone", "the next start replaces it")
     meaning = "the socket is another user's"
-    return Finding(name, Level.WARN, f"{path}: {os.strerror(code)}", meaning, "run as the daemon's user, or see server.socket_mode")
+    return Finding(name, Level.WARN, f"{path}: {os.strerror(code)}", meaning, "run as the daemon's user, or see server.allow_users")
 
 
 def check_metrics_address(config: Config) -> Finding:

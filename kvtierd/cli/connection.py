@@ -137,6 +137,8 @@ def _check_socket(path: Path) -> None:
         raise DaemonUnavailableError(
             f"no daemon at {path}; start one with 'kvtierd serve', or name another with --address or KVTIERD_ADDRESS"
         ) from None
+    except PermissionError:
+        raise _no_permission(path) from None
     except OSError as e:
         raise DaemonUnavailableError(f"cannot use {path}: {e.strerror}") from e
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -145,7 +147,14 @@ def _check_socket(path: Path) -> None:
     if code == errno.ECONNREFUSED:
         raise DaemonUnavailableError(f"nobody listens on {path}: the daemon that made it has gone; start one with 'kvtierd serve'")
     if code in (errno.EACCES, errno.EPERM):
-        raise DaemonUnavailableError(f"no permission for {path}; run this as the daemon's user or see server.socket_mode")
+        raise _no_permission(path)
+
+
+def _no_permission(path: Path) -> DaemonUnavailableError:
+    user = os.geteuid()
+    return DaemonUnavailableError(
+        f"no permission for {path}; run this as the daemon's user, or name user {user} in server.allow_users"
+    )
 
 
 def _reason(error: grpc.RpcError) -> Reason | None:

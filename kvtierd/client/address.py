@@ -25,6 +25,19 @@ def socket_path(address: str) -> Path | None:
     return None
 
 
+def socket_problem(path: Path) -> str:
+    """Why this process cannot connect to the unix socket at a path, and what to do; empty when it can, as far as files tell."""
+    try:
+        path.stat()
+    except PermissionError:
+        pass
+    except OSError:
+        return f"no daemon at {path}: the socket does not exist; start `kvtierd serve`"
+    if os.access(path, os.W_OK, effective_ids=True):
+        return ""
+    return f"no permission for {path}: run this as the daemon's user, or name user {os.geteuid()} in server.allow_users"
+
+
 def default_address() -> str:
     """``$KVTIERD_ADDRESS``, or the socket that ``kvtierd serve`` opens by default."""
     if address := os.environ.get(ADDRESS_VARIABLE):

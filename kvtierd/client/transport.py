@@ -20,7 +20,7 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
 from kvtierd import tracing
-from kvtierd.client.address import socket_path
+from kvtierd.client.address import socket_path, socket_problem
 from kvtierd.client.deadline import Deadline
 from kvtierd.errors import DaemonUnavailableError, KvtierdError, Reason, RequestError
 from kvtierd.v1 import kvtier_pb2 as pb
@@ -54,12 +54,12 @@ def open_channel(address: str, credentials: grpc.ChannelCredentials | None = Non
     """Make a channel. It connects at its first call.
 
     Raises:
-        DaemonUnavailableError: the address names a unix socket that does not exist.
+        DaemonUnavailableError: the address names a unix socket that does not exist, or that is not for this user.
     """
     path = socket_path(address)
     if path is not None:
-        if not path.exists():
-            raise DaemonUnavailableError(f"no daemon at {path}: the socket does not exist; start `kvtierd serve`")
+        if problem := socket_problem(path):
+            raise DaemonUnavailableError(problem)
         return grpc.insecure_channel(f"unix:{path}", options=_CHANNEL_OPTIONS)
     if credentials is not None:
         return grpc.secure_channel(address, credentials, options=_CHANNEL_OPTIONS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 
 from kvtierd.core.slots import Extent
 from kvtierd.errors import Reason, RequestError
@@ -20,13 +19,9 @@ class RuntimeAuthority:
 
     def __init__(self, runtime: Runtime) -> None:
         self._rt = runtime
-        # The socket's permissions say whether other users are meant to come in at all.
-        self._others = bool(runtime.config.server.socket_mode & 0o066)
 
     def join(self, session: bytes, shard: int, pins_memory: bool, numa_node: int, pid: int, uid: int, conn_id: int) -> JoinGrant:
         """Let a process into its session. Raises RequestError to refuse."""
-        if uid not in (os.getuid(), 0) and not self._others:
-            raise RequestError(Reason.PERMISSION, f"user {uid} may not join; set server.socket_mode to let other users in")
         attached = self._rt.sessions.by_token(session)
         shards = len(attached.namespace.shard_bytes)
         if shard >= shards:
@@ -37,7 +32,8 @@ class RuntimeAuthority:
         if numa_node >= 0:
             attached.nodes[shard] = numa_node
         what = "pins memory" if pins_memory else "pins no memory"
-        log.debug("pid %d joined session %d as shard %d (NUMA node %d, %s)", pid, attached.session_id, shard, numa_node, what)
+        who = f"pid {pid} of user {uid}"
+        log.debug("%s joined session %d as shard %d (NUMA node %d, %s)", who, attached.session_id, shard, numa_node, what)
         theirs = [i for i, e in self._rt.core.state.pools[Tier.CPU].extents.items() if self._may_map(attached, e, shard)]
         return JoinGrant(self._rt.boot_epoch, attached.namespace.slot_bytes, attached.session_id, theirs)
 

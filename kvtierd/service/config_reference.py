@@ -29,7 +29,8 @@ KINDS: Final = {
     "amount": 'size, share or `"none"`',
     "part": "share, or number from 0 to 1",
 }
-TYPES: Final = {bool: "`true` or `false`", str: "text", Path: "path", list: "list of paths"}
+TYPES: Final = {bool: "`true` or `false`", str: "text", Path: "path"}
+LISTS: Final = {Path: "list of paths", int: "list of names or numbers"}
 HEAD: Final = """# Configuration
 
 `kvtierd serve --config FILE` reads one TOML file. A variable wins over the file and a flag over both: `cpu.capacity` is
@@ -80,6 +81,8 @@ def _possible(name: str, info: Any) -> str:
         limits.update({key: value for key in ("ge", "gt", "le", "pattern") if (value := getattr(item, key, None)) is not None})
     if choices := re.fullmatch(r"\^\(([\w|-]+)\)\$", limits.get("pattern", "")):
         return ", ".join(f'`"{choice}"`' for choice in choices[1].split("|"))
+    if typing.get_origin(info.annotation) is list:
+        return LISTS[_item_type(info.annotation)]
     kind = _type(info.annotation)
     if kind in (int, float):
         least = f"above {limits['gt']}" if "gt" in limits else f"from {limits['ge']}"
@@ -88,11 +91,15 @@ def _possible(name: str, info: Any) -> str:
 
 
 def _type(annotation: Any) -> Any:
-    """The type of a value that is set: ``list`` of a list, ``Path`` of ``Path | None``."""
-    if typing.get_origin(annotation) is list:
-        return list
+    """The type of a value that is set: ``Path`` of ``Path | None``."""
     [kind] = set(typing.get_args(annotation)) - {types.NoneType} or {annotation}
     return kind
+
+
+def _item_type(annotation: Any) -> Any:
+    """The type of a list's entries."""
+    [entry] = typing.get_args(annotation)
+    return typing.get_args(entry)[0] if typing.get_origin(entry) is typing.Annotated else entry
 
 
 def _cell(text: str) -> str:

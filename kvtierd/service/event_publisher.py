@@ -26,6 +26,7 @@ from kvtierd.errors import StartupError
 from kvtierd.runtime.wallclock import WallClock
 from kvtierd.service.events import CLEARED, batches, held
 from kvtierd.service.metrics import Metrics
+from kvtierd.service.peers import Peers
 from kvtierd.service.socketpath import SocketPath
 from kvtierd.units import parse_endpoint
 
@@ -123,11 +124,11 @@ class EventPublisher:
                     made.setsockopt(self._zmq.IPV6, 1)
                 made.bind(endpoint)
                 return
-            owned = SocketPath(place, socket.SOCK_STREAM, key=key, name="socket of KV events")
+            owned = SocketPath(place, socket.SOCK_STREAM, key=key, name="socket of KV events", peers=Peers(self._mode))
             owned.claim()
             self._places.append(owned)
             made.bind(f"ipc://{owned.private()}")
-            owned.publish(self._mode)
+            owned.publish()
         except self._zmq.ZMQError as e:
             raise StartupError(f"cannot listen on {endpoint}: {e.strerror}; set {key} to another place") from e
 

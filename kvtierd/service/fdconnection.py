@@ -8,21 +8,19 @@ import errno
 import os
 import select
 import socket
-import struct
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 from kvtierd.errors import Reason, RequestError
+from kvtierd.service.peers import credentials_of
 from kvtierd.v1 import fdpass_pb2 as pb
 
 MAX_QUEUED_PACKETS: Final = 64
 """Packets that wait for a process that does not read, on top of the kernel's own buffer."""
 MAX_QUEUED_DESCRIPTORS: Final = 256
 """Duplicated descriptors in these packets."""
-
-_CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +76,7 @@ class Connection:
         conn_id: number of the connection; never reused.
         pid: process id of the peer in this process's namespace; 0 when it is in another one.
         uid: user of the peer.
+        gids: groups of the peer.
         given: extents whose descriptors were sent and that were not confirmed as unmapped.
         joined: whether it has joined a session.
         dismissed: whether it gets no more answers.
@@ -90,8 +89,7 @@ class Connection:
         sock.setblocking(False)
         self.conn_id = conn_id
         self.sock = sock
-        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        self.pid, self.uid, _gid = _CREDENTIALS.unpack(credentials)
+        self.pid, self.uid, self.gids = credentials_of(sock)
         self.session_id = -1
         self.shard = -1
         self.given: set[int] = set()

@@ -26,6 +26,7 @@ from google.protobuf.message import DecodeError
 from kvtierd.errors import Reason, RequestError
 from kvtierd.service.fdconnection import Authority, Connection, ExtentInfo, JoinGrant
 from kvtierd.service.fdsocket import SocketFile
+from kvtierd.service.peers import Peers
 from kvtierd.v1 import fdpass_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -53,12 +54,13 @@ class DescriptorServer:
 
     Args:
         path: of the socket.
-        mode: permissions of the socket.
+        peers: whom the socket lets in.
         authority: decides who gets what, and hears what processes do.
     """
 
-    def __init__(self, path: Path, mode: int, authority: Authority) -> None:
-        self._file = SocketFile(path, mode)
+    def __init__(self, path: Path, peers: Peers, authority: Authority) -> None:
+        self._file = SocketFile(path, peers)
+        self._peers = peers
         self._authority = authority
         self._connections: dict[int, Connection] = {}
         self._ids = itertools.count(1)
@@ -247,6 +249,9 @@ class DescriptorServer:
 
     def _join(self, connection: Connection, request: pb.DescriptorRequest) -> None:
         join = request.join
+        if not self._peers.admit(connection.uid, connection.gids):
+            text = f"user {connection.uid} may not join; name it in server.allow_users, or a group of it in server.allow_groups"
+            raise RequestError(Reason.PERMISSION, text)
         if join.shard < -1 or join.numa_node < -1:
             raise RequestError(Reason.BAD_REQUEST, "shard and numa_node are -1 or a number from 0")
         grant = self._authority.join(

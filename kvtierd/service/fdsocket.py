@@ -5,15 +5,16 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
+from kvtierd.service.peers import Peers
 from kvtierd.service.socketpath import SocketPath
 
 
 class SocketFile:
     """A listening SOCK_SEQPACKET socket at a path."""
 
-    def __init__(self, path: Path, mode: int) -> None:
-        self._place = SocketPath(path, socket.SOCK_SEQPACKET, key="server.descriptor_socket", name="descriptor socket")
-        self._mode = mode
+    def __init__(self, path: Path, peers: Peers) -> None:
+        self._place = SocketPath(path, socket.SOCK_SEQPACKET, key="server.descriptor_socket", name="descriptor socket", peers=peers)
+        self._peers = peers
 
     def listen(self, backlog: int) -> socket.socket:
         """Bind, set permissions, listen. Returns a non-blocking socket. Raises StartupError."""
@@ -24,7 +25,7 @@ class SocketFile:
             sock.setblocking(False)
             sock.bind(str(place.path))
             # Nobody can connect before listen(), so the wrong permissions are never in force.
-            place.path.chmod(self._mode)
+            self._peers.open_socket(place.path)
             place.bound()
             sock.listen(backlog)
         except OSError as e:

@@ -34,6 +34,7 @@ from kvtierd.service.http import MetricsServer
 from kvtierd.service.kvtier import KvTierServicer, add_to_server
 from kvtierd.service.logs import SlowLog, set_up_logging
 from kvtierd.service.metrics import Metrics, watch_loop_lag
+from kvtierd.service.peers import Peers
 from kvtierd.service.socketpath import SocketPath
 from kvtierd.service.spans import ReadSpans, open_exporter
 from kvtierd.tiers.cpu import check_limits
@@ -58,7 +59,10 @@ class Daemon:
         self._spans = ReadSpans()
         self._admission = Admission(config.server.max_concurrent_calls)
         self.runtime: Runtime
-        self._socket = SocketPath(config.server.socket, socket.SOCK_STREAM, key="server.socket", name="gRPC socket", private=True)
+        self._peers = Peers(config.server.socket_mode, config.server.allow_users, config.server.allow_groups)
+        self._socket = SocketPath(
+            config.server.socket, socket.SOCK_STREAM, key="server.socket", name="gRPC socket", peers=self._peers, private=True
+        )
         self.stopping = asyncio.Event()
         self.failure: BaseException | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -107,7 +111,7 @@ class Daemon:
                 await events.announce(self.runtime.core.state)
                 self._supervise("KV events", events.serve_replays())
             authority = RuntimeAuthority(self.runtime)
-            descriptors = DescriptorServer(config.server.fd_socket, config.server.socket_mode, authority)
+            descriptors = DescriptorServer(config.server.fd_socket, self._peers, authority)
             await descriptors.start()
             stack.push_async_callback(descriptors.close)
             self.runtime.runner.revoker = descriptors
@@ -177,7 +181,7 @@ class Daemon:
         reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
         _add_ports(server, limits, self._socket)
         await server.start()
-        self._socket.publish(limits.socket_mode)
+        self._socket.publish()
         for name in ["", *names]:
             await checker.set(name, health_pb2.HealthCheckResponse.SERVING)
 

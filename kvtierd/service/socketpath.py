@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from kvtierd.errors import StartupError
+from kvtierd.service.peers import Peers
 
 MAX_PATH_BYTES: Final = 107
 """Longest path of a unix socket that Linux takes."""
@@ -27,11 +28,13 @@ class SocketPath:
         kind: SOCK_STREAM or SOCK_SEQPACKET, to ask whether somebody listens.
         key: configuration key that names the path, for error texts.
         name: what the socket is, for error texts.
+        peers: whom the socket lets in.
         private: the folder must be one's own (or root's).
     """
 
-    def __init__(self, path: Path, kind: socket.SocketKind, *, key: str, name: str, private: bool = False) -> None:
+    def __init__(self, path: Path, kind: socket.SocketKind, *, key: str, name: str, peers: Peers, private: bool = False) -> None:
         self.path = path
+        self._peers = peers
         self._kind = kind
         self._key = key
         self._name = name
@@ -48,7 +51,7 @@ class SocketPath:
                 f"the socket path {self.path} is longer than {MAX_PATH_BYTES} bytes; set {self._key} to a shorter one"
             )
         try:
-            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._make_folder()
             if self._private and self.path.parent.stat().st_uid not in (os.getuid(), 0):
                 raise StartupError(f"{self.path.parent} belongs to another user; set {self._key} to a folder of your own")
             self._take_lock()
@@ -72,11 +75,11 @@ class SocketPath:
         self._maker = self.path.with_name("~" + secrets.token_hex(PRIVATE_NAME_BYTES)[: PRIVATE_NAME_BYTES - 1])
         return self._maker
 
-    def publish(self, mode: int) -> None:
+    def publish(self) -> None:
         """Give a socket that was bound to :meth:`private` its permissions and its real path. Raises StartupError."""
         assert self._maker is not None
         try:
-            self._maker.chmod(mode)
+            self._peers.open_socket(self._maker)
             self._maker.rename(self.path)
             self.bound()
         except OSError as e:
@@ -96,6 +99,12 @@ class SocketPath:
         if self._maker is not None:
             self._maker.unlink(missing_ok=True)
         self._drop_lock()
+
+    def _make_folder(self) -> None:
+        folder = self.path.parent
+        if not folder.is_dir():
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._peers.open_folder(folder)
 
     def _take_lock(self) -> None:
         """Two daemons that find the same stale file must not both remove it. The lock file stays."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvtierd.config import Config, field_paths, load_config
+from kvtierd.config import Config, Group, User, field_paths, load_config
 from kvtierd.errors import ConfigError
 from kvtierd.service.config_text import config_toml
 from kvtierd.units import Share
@@ -104,7 +104,7 @@ def test_the_largest_values_are_written_and_read_back(tmp_path: Path) -> None:
 
 
 def test_types_of_keys_are_those_that_are_checked() -> None:
-    simple = {int, float, bool, str, Path, Share, typing.Literal["never"]}
+    simple = {int, float, bool, str, Path, Share, User, Group, typing.Literal["never"]}
     for key, info in field_paths():
         kinds = set(typing.get_args(info.annotation)) - {types.NoneType} or {info.annotation}
         assert kinds <= simple, f"{key}: a new kind of value needs a check of its own"

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from kvtierd.service import fdpass
+from kvtierd.service.peers import Peers
 from kvtierd.v1 import fdpass_pb2 as pb
 from tests.cpu.tools import Daemon, Raw, until
 
@@ -50,6 +51,7 @@ def test_of_several_users_the_one_with_the_most_strangers_makes_place(
     first, *others = raw(), raw(), raw()
     until(lambda: daemon.connections == 3)
     daemon.server._connections[1].uid = 4711
+    daemon.server._peers = Peers(0o666)
     raw()
     assert others[0].receive()[0].error.reason == "LIMIT"
     assert first.join(b"token-1").HasField("joined")

@@ -22,6 +22,7 @@ import uvloop
 from kvtierd.config import CpuConfig
 from kvtierd.errors import Reason, RequestError
 from kvtierd.service.fdpass import DescriptorServer, ExtentInfo, JoinGrant
+from kvtierd.service.peers import Peers
 from kvtierd.tiers.cpu import CpuPool
 from kvtierd.v1 import fdpass_pb2 as pb
 
@@ -114,7 +115,7 @@ class Daemon:
         self.path = path
         self.pool = CpuPool(CpuConfig(capacity=capacity, extent="1MiB", prefault=False))
         self.authority = Authority(self.pool)
-        self.server = DescriptorServer(path, mode, self.authority)
+        self.server = DescriptorServer(path, Peers(mode), self.authority)
         self.errors: list[dict[str, Any]] = []
         self._loop = LOOPS[loop_kind]()
         self._loop.set_exception_handler(lambda _loop, context: self.errors.append(context))
