@@ -204,9 +204,15 @@ class ServerConfig(_Section):
         description="Users (names or numbers) who may use both sockets beside the daemon's own and root; with socket_mode 0o600.",
     )
     allow_groups: list[Group] = Field(
-        default_factory=list,
-        max_length=MAX_ALLOWED,
-        description="Groups (names or numbers) whose members may use them too.",
+        default_factory=list, max_length=MAX_ALLOWED, description="Groups (names or numbers) whose members may use them too."
+    )
+    token_file: Path | None = Field(
+        None, description="TOML file of bearer tokens, read again when it changes; not set: no tokens are asked for."
+    )
+    unix_tokens: str = Field(
+        "all",
+        pattern="^(all|admin|none)$",
+        description="Which calls on the unix socket need a token, where there is a token_file; on TCP all do.",
     )
     listen: str | None = Field(None, description='TCP address such as "0.0.0.0:9460"; needs tls_* or insecure.')
     insecure: bool = Field(False, description="Allow TCP without TLS.")
@@ -387,7 +393,7 @@ def load_config(
 
 _SERVICE_LINK = re.compile(r"_SERVICE_(HOST|PORT)|_PORT(_\d+_(TCP|UDP)|$)")
 """What Kubernetes sets for a Service that is called kvtierd."""
-_NOT_CONFIG = frozenset(["KVTIERD_CONFIG", "KVTIERD_ADDRESS"])
+_NOT_CONFIG = frozenset(["KVTIERD_CONFIG", "KVTIERD_ADDRESS", "KVTIERD_TOKEN_FILE"])
 _LISTS: Final = {
     "nvme.folders": ("folders", f"/mnt/nvme0/kvtierd{os.pathsep}/mnt/nvme1/kvtierd"),
     "server.allow_users": ("users", f"vllm{os.pathsep}1001"),

@@ -128,19 +128,25 @@ class LazyGroup(click.Group):
     type=click.Path(dir_okay=False, path_type=Path),
     help="TOML file with the configuration.  [KVTIERD_CONFIG]",
 )
+@click.option(
+    "--token-file",
+    envvar="KVTIERD_TOKEN_FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File that holds the token to show to the daemon.  [KVTIERD_TOKEN_FILE]",
+)
 @click.pass_context
-def cli(ctx: click.Context, address: str | None, config_path: Path | None) -> None:
+def cli(ctx: click.Context, address: str | None, config_path: Path | None, token_file: Path | None) -> None:
     """kvtierd keeps LLM KV cache blocks in CPU memory and on NVMe.
 
     Begin with `kvtierd serve`, and in another terminal `kvtierd status`. Commands find the daemon by its configuration: without
-    --address and --config at the socket where `kvtierd serve` listens by default for this user. Both options may also follow the
+    --address and --config at the socket where `kvtierd serve` listens by default for this user. These options may also follow the
     command.
 
     Exit codes: 0 fine, 1 failed, 2 wrong usage or configuration, 3 no daemon answers.
     """
     from kvtierd.cli.options import Settings
 
-    ctx.obj = Settings(address=address, config_path=config_path)
+    ctx.obj = Settings(address=address, config_path=config_path, token_file=token_file)
 
 
 def main(args: list[str] | None = None) -> NoReturn:

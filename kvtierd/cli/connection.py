@@ -17,6 +17,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
+from kvtierd.client.tokens import authorization
 from kvtierd.errors import ConfigError, DaemonUnavailableError, Reason, RequestError
 from kvtierd.v1 import admin_pb2_grpc
 
@@ -38,6 +39,8 @@ class Target:
     tls_ca: Path | None = None
     tls_cert: Path | None = None
     tls_key: Path | None = None
+    token_file: str = ""
+    """File of the token to show; empty for none."""
 
 
 def grpc_target(address: str) -> tuple[str, Path | None]:
@@ -69,6 +72,7 @@ class AdminConnection:
             ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
             ("grpc.enable_http_proxy", 0),  # a daemon is on this host or in this cluster, never behind a web proxy
         ]
+        self._metadata = authorization(target.token_file)
         self._channel = _open(name, target, options)
         self.stub: Any = admin_pb2_grpc.KvTierAdminServiceStub(self._channel)
 
@@ -88,7 +92,7 @@ class AdminConnection:
         if self._path is not None:
             _check_socket(self._path)
         try:
-            return method(request, timeout=timeout_s)
+            return method(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as e:
             raise self._explain(e, timeout_s) from e
 

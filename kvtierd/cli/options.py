@@ -33,6 +33,7 @@ class Settings:
     tls_ca: Path | None = None
     tls_cert: Path | None = None
     tls_key: Path | None = None
+    token_file: Path | None = None
 
     def load(self, flags: dict[str, object] | None = None) -> Config:
         """The configuration of file, variables and flags. Raises ConfigError."""
@@ -50,7 +51,7 @@ class Settings:
                 address = str(self.load().server.socket)
             except ConfigError as e:
                 raise ConfigError(f"{e}\n(read to find the daemon's socket; --address makes that unnecessary)") from e
-        return Target(address, self.tls_ca, self.tls_cert, self.tls_key)
+        return Target(address, self.tls_ca, self.tls_cert, self.tls_key, str(self.token_file or ""))
 
     def connect(self) -> AdminConnection:
         """A connection to the daemon, not yet tried."""
@@ -111,7 +112,7 @@ def _settings(function: Callable[P, R], names: tuple[str, ...]) -> Callable[P, R
 
 def admin_options(function: Callable[..., R]) -> Callable[..., R]:
     """Options of every command that talks to a daemon; the command finds them in ``Settings``."""
-    wrapped = _settings(function, ("address", "config_path", "tls_ca", "tls_cert", "tls_key"))
+    wrapped = _settings(function, ("address", "config_path", "tls_ca", "tls_cert", "tls_key", "token_file"))
     for option in reversed(
         [
             click.option(
@@ -123,6 +124,7 @@ def admin_options(function: Callable[..., R]) -> Callable[..., R]:
             click.option("--tls-ca", type=_PATH, help="PEM CA of a daemon on TCP; switches TLS on."),
             click.option("--tls-cert", type=_PATH, help="PEM client certificate (mTLS)."),
             click.option("--tls-key", type=_PATH, help="PEM key of the client certificate."),
+            click.option("--token-file", type=_PATH, help="File that holds a token for the admin API."),
         ]
     ):
         wrapped = option(wrapped)

@@ -222,6 +222,7 @@ def _through_daemon(ctx: click.Context, address: str, requests: list[Request], g
             workers=given["workers"],
             seed=seed,
             keep=given["keep"],
+            token_file=None if settings.token_file is None else str(settings.token_file),
         )
         try:
             return DaemonReplay(how, requests, status).run()

@@ -191,6 +191,7 @@ class AsyncClient:
         shard: as in `Client`.
         bytes_only: as in `Client`.
         credentials: as in `Client`.
+        token_file: as in `Client`.
         copy_threads: as in `Client`.
     """
 
@@ -208,6 +209,7 @@ class AsyncClient:
         shard: int = -1,
         bytes_only: bool | None = None,
         credentials: grpc.ChannelCredentials | None = None,
+        token_file: str | os.PathLike[str] | None = None,
         copy_threads: int = DEFAULT_COPY_THREADS,
     ) -> None:
         self._client = Client(
@@ -220,6 +222,7 @@ class AsyncClient:
             shard=shard,
             bytes_only=bytes_only,
             credentials=credentials,
+            token_file=token_file,
             copy_threads=copy_threads,
         )
         self._client.require = require

@@ -15,6 +15,7 @@ from kvtierd.client.loading import wire_reason
 from kvtierd.client.results import LoadedBytes, LoadResult, SaveResult
 from kvtierd.client.saving import OUTCOMES, rejection
 from kvtierd.client.session import Session
+from kvtierd.client.tokens import Metadata
 from kvtierd.client.transport import CallTimeoutError, rpc_failure
 from kvtierd.errors import DaemonUnavailableError, KvtierdError, Reason, RequestError
 from kvtierd.model import KEY_BYTES
@@ -67,7 +68,7 @@ def _save_part(
 
     call = _stub(session).SaveBytes
     response: pb.SaveBytesResponse = _answered(
-        session, lambda: call(messages(), timeout=deadline.remaining_s, metadata=_metadata())
+        session, lambda: call(messages(), timeout=deadline.remaining_s, metadata=_metadata(session))
     )
     return response
 
@@ -131,7 +132,7 @@ def _load_part(session: Session, keys: bytes, start: int, deadline: Deadline, re
 
     def consume() -> Any:
         nonlocal parts, filled, reason
-        for message in _stub(session).LoadBytes(request, timeout=deadline.remaining_s, metadata=_metadata()):
+        for message in _stub(session).LoadBytes(request, timeout=deadline.remaining_s, metadata=_metadata(session)):
             if message.done:
                 reason = wire_reason(message.reason)
                 continue
@@ -147,9 +148,9 @@ def _load_part(session: Session, keys: bytes, start: int, deadline: Deadline, re
     return reason
 
 
-def _metadata() -> tuple[tuple[str, str], ...]:
+def _metadata(session: Session) -> Metadata:
     traceparent = tracing.traceparent()
-    return (("traceparent", traceparent),) if traceparent else ()
+    return (*session.metadata, ("traceparent", traceparent)) if traceparent else session.metadata
 
 
 def _stub(session: Session) -> Any:

@@ -25,6 +25,7 @@ from kvtierd.client.loading import Fetch, reason_of
 from kvtierd.client.results import PASSING, UNAVAILABLE, LoadedBytes, LoadResult, LookupResult, SaveResult, told
 from kvtierd.client.saving import Portion, Reservation, rejection, wire_ttl_ms
 from kvtierd.client.session import Session, SessionSettings
+from kvtierd.client.tokens import default_token_file
 from kvtierd.errors import DaemonUnavailableError
 from kvtierd.model import Namespace, Tier
 from kvtierd.tracing import traced
@@ -49,6 +50,8 @@ class Client(Connection):
         shard: shard whose memory this process maps; -1 for all.
         bytes_only: send bytes in messages instead of sharing memory; None means only for ``host:port``.
         credentials: TLS for ``host:port``.
+        token_file: file that holds the bearer token of a daemon that asks for one, read at each attach; None means
+            ``$KVTIERD_TOKEN_FILE``, and "" none.
         copy_threads: threads that copy for one large save or load, the caller's own included; 1 keeps other cores free of it.
 
     Raises:
@@ -70,6 +73,7 @@ class Client(Connection):
         shard: int = -1,
         bytes_only: bool | None = None,
         credentials: grpc.ChannelCredentials | None = None,
+        token_file: str | os.PathLike[str] | None = None,
         copy_threads: int = DEFAULT_COPY_THREADS,
     ) -> None:
         namespace.validate()
@@ -81,7 +85,8 @@ class Client(Connection):
         self.address = where
         self._bytes_only = remote if bytes_only is None else bytes_only
         self._copier = Copier(copy_threads)
-        settings = SessionSettings(where, namespace, tenant, name, pins_memory, shard, self._bytes_only, credentials)
+        tokens = default_token_file() if token_file is None else os.fspath(token_file)
+        settings = SessionSettings(where, namespace, tenant, name, pins_memory, shard, self._bytes_only, credentials, tokens)
         super().__init__(Link(settings), timeout_s, require)
         self._link.start()
         if require and not self._link.wait_attached(timeout_s):

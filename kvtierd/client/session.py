@@ -18,6 +18,7 @@ import grpc
 from kvtierd import PROTOCOL_VERSION
 from kvtierd.client.deadline import Deadline
 from kvtierd.client.extents import ExtentMap
+from kvtierd.client.tokens import Metadata, authorization
 from kvtierd.client.transport import SessionStream, open_channel
 from kvtierd.errors import DaemonUnavailableError, Reason, RequestError
 from kvtierd.model import KEY_BYTES, Namespace
@@ -43,6 +44,7 @@ class SessionSettings:
         shard: shard whose extents this process maps; -1 for all.
         bytes_only: never open the descriptor socket; bytes travel in messages.
         credentials: TLS for ``host:port``.
+        token_file: file of the token to show; empty for none.
     """
 
     address: str
@@ -53,6 +55,7 @@ class SessionSettings:
     shard: int = -1
     bytes_only: bool = False
     credentials: grpc.ChannelCredentials | None = None
+    token_file: str = ""
 
     def hello(self) -> pb.Hello:
         """The message that opens a session."""
@@ -77,13 +80,22 @@ class Session:
         stream: the open stream.
         welcome: the daemon's answer.
         extents: mapped memory; None when bytes travel in messages.
+        metadata: what calls outside of the stream carry too, to show whose they are.
     """
 
-    def __init__(self, settings: SessionSettings, stream: SessionStream, welcome: pb.Welcome, extents: ExtentMap | None) -> None:
+    def __init__(
+        self,
+        settings: SessionSettings,
+        stream: SessionStream,
+        welcome: pb.Welcome,
+        extents: ExtentMap | None,
+        metadata: Metadata = (),
+    ) -> None:
         self.settings = settings
         self.stream = stream
         self.welcome = welcome
         self.extents = extents
+        self.metadata = metadata
         self.draining = False
         self.shard_bytes = settings.namespace.shard_bytes
         self.shards = len(self.shard_bytes)
@@ -184,9 +196,11 @@ class Opening:
         """Attach and join the descriptor socket.
 
         Raises:
+            ConfigError: the token's file cannot be read.
             DaemonUnavailableError: no daemon, no answer in time, or the descriptor socket cannot be reached.
             RequestError: the daemon refused.
         """
+        metadata = authorization(settings.token_file)
         deadline = Deadline(timeout_s)
         stream = SessionStream(open_channel(settings.address, settings.credentials), on_lost, on_event, on_answer)
         with self._lock:
@@ -195,13 +209,13 @@ class Opening:
         if broken_off:
             stream.close()
             raise DaemonUnavailableError("the client is closed")
-        welcome = stream.open(settings.hello(), deadline.remaining_s)
+        welcome = stream.open(settings.hello(), deadline.remaining_s, metadata)
         try:
             extents = self._join(settings, welcome, deadline)
         except BaseException:
             stream.close()
             raise
-        return Session(settings, stream, welcome, extents)
+        return Session(settings, stream, welcome, extents, metadata)
 
     def _join(self, settings: SessionSettings, welcome: pb.Welcome, deadline: Deadline) -> ExtentMap | None:
         if settings.bytes_only:

@@ -22,6 +22,7 @@ from grpc_status import rpc_status
 from kvtierd import tracing
 from kvtierd.client.address import socket_path, socket_problem
 from kvtierd.client.deadline import Deadline
+from kvtierd.client.tokens import Metadata
 from kvtierd.errors import DaemonUnavailableError, KvtierdError, Reason, RequestError
 from kvtierd.v1 import kvtier_pb2 as pb
 from kvtierd.v1 import kvtier_pb2_grpc
@@ -233,8 +234,8 @@ class SessionStream:
         self.lost: KvtierdError | None = None
         """Why the stream has ended; None while it lives."""
 
-    def open(self, hello: pb.Hello, timeout_s: float) -> pb.Welcome:
-        """Send Hello and wait for Welcome. At most once.
+    def open(self, hello: pb.Hello, timeout_s: float, metadata: Metadata = ()) -> pb.Welcome:
+        """Send Hello and wait for Welcome. At most once. ``metadata`` shows whose session it is.
 
         Raises:
             DaemonUnavailableError: no daemon, or no answer in time.
@@ -245,7 +246,7 @@ class SessionStream:
         with self._opening:
             if self._closed:
                 raise DaemonUnavailableError("the session is closed")
-            self._call = kvtier_pb2_grpc.KvTierServiceStub(self.channel).Attach(requests)
+            self._call = kvtier_pb2_grpc.KvTierServiceStub(self.channel).Attach(requests, metadata=metadata)
             self._reader = threading.Thread(target=self._read, name="kvtierd-client-reader", daemon=True)
             self._reader.start()
         try:

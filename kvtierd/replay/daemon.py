@@ -53,6 +53,8 @@ class DaemonSettings:
     """Of each call."""
     keep: bool = False
     """Leave the blocks in the daemon at the end."""
+    token_file: str | None = None
+    """As a client has it."""
 
 
 @dataclass
@@ -111,7 +113,13 @@ class DaemonReplay:
         try:
             for tenant in self._tenants:
                 self._clients[tenant] = Client(
-                    namespace, settings.address, tenant, ATTACH_TIMEOUT_S, name="kvtierd replay", require=True
+                    namespace,
+                    settings.address,
+                    tenant,
+                    ATTACH_TIMEOUT_S,
+                    name="kvtierd replay",
+                    require=True,
+                    token_file=settings.token_file,
                 )
             self._began_s = time.monotonic()
             workers = [threading.Thread(target=self._work, name=f"replay-{n}") for n in range(settings.workers)]

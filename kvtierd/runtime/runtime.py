@@ -30,6 +30,7 @@ from kvtierd.runtime.reuse import ReuseSampler
 from kvtierd.runtime.sessions import Attached, Sessions
 from kvtierd.runtime.settings import core_config
 from kvtierd.runtime.tenants import TenantBook
+from kvtierd.runtime.tokens import Grant, Tokens
 from kvtierd.runtime.waiting import Waiters
 from kvtierd.runtime.wallclock import WallClock
 from kvtierd.tenant_config import is_tenant_name
@@ -48,6 +49,7 @@ EVICT_CHUNK: Final = 4096
 RETRY_S: Final = 0.25
 """How often a save that waits for room asks anew."""
 EVICT_POLL_S: Final = 0.005
+TAKEN_AWAY: Final = "the token {!r} was taken away, or speaks for fewer tenants; attach again with one that is good"
 
 
 class Runtime:
@@ -71,6 +73,9 @@ class Runtime:
         self.core = TierCore(core_config(config, 0))
         self.runner: CommandRunner
         self.reuse = ReuseSampler()
+        self.tokens = Tokens(config.server.token_file) if config.server.token_file else None
+        self.on_barred: Callable[[int, RequestError], None] = lambda _session_id, _error: None
+        """Turns a session's processes away."""
         self._realm_lock = asyncio.Lock()
         self._tenant_lock = asyncio.Lock()
         self._waiters = Waiters()
@@ -231,16 +236,21 @@ class Runtime:
             except (OSError, RequestError) as e:
                 log.error("cannot record a namespace on NVMe: %s; its blocks stay in memory", e)
 
-    async def attach(self, namespace: Namespace, tenant: str, client_name: str, pid: int) -> Attached:
+    async def attach(self, namespace: Namespace, tenant: str, client_name: str, pid: int, grant: Grant | None = None) -> Attached:
         """Begin a session. Raises RequestError when the namespace or tenant cannot be, or there are too many sessions."""
         namespace.validate()
+        if grant is not None:
+            grant.check_tenant(tenant or DEFAULT_TENANT)
         if self.stopping:
             raise RequestError(Reason.DRAINING, "the daemon is shutting down")
         self.sessions.check_room()
         realm = await self.realm(tenant or DEFAULT_TENANT, namespace)
         self.sessions.check_room()  # others may have come meanwhile
+        if grant is not None and self.tokens is not None and self.tokens.current(grant, [realm.tenant.name]) is None:
+            raise RequestError(Reason.PERMISSION, TAKEN_AWAY.format(grant.name))
         session = self.core.attach(self.sessions.next_id(), realm)
         attached = self.sessions.add(session, realm, client_name[:64], pid, self.now())
+        attached.grant = grant
         log.info("session %d attached: %s, tenant %s, pid %d", attached.session_id, attached.client_name, attached.tenant, pid)
         return attached
 
@@ -255,8 +265,26 @@ class Runtime:
         self.apply()
         log.info("session %d ended", attached.session_id)
 
+    def review_sessions(self) -> None:
+        """End the sessions whose tokens were taken away, or do not speak any more for a tenant that they acted for."""
+        realms = self.core.state.realms
+        for attached in self.sessions:
+            if attached.grant is None or attached.barred or self.tokens is None:
+                continue
+            theirs = [realms[i].tenant.name for i in attached.realm_ids if i in realms]
+            now = self.tokens.current(attached.grant, [attached.tenant, *theirs])
+            if now is not None:
+                attached.grant = now
+                continue
+            why = TAKEN_AWAY.format(attached.grant.name)
+            log.info("session %d may not go on: %s", attached.session_id, why)
+            self.sessions.bar(attached, why)
+            self.on_barred(attached.session_id, RequestError(Reason.PERMISSION, why))
+
     def check_alive(self, attached: Attached) -> None:
         """Raise RequestError UNKNOWN_SESSION when a session has ended; to be asked after every wait, before it is used again."""
+        if attached.barred:
+            raise RequestError(Reason.PERMISSION, attached.barred)
         if self.sessions.by_id(attached.session_id) is not attached:
             raise RequestError(Reason.UNKNOWN_SESSION, "the session has ended meanwhile; attach again")
 
@@ -269,6 +297,8 @@ class Runtime:
     def probe(self, attached: Attached, tenant: str, key: bytes, count: int) -> bool:
         """Whether a load of ``count`` blocks that begins with ``key`` would find that one; see ``TierCore.expect``."""
         name = tenant or attached.tenant
+        if attached.barred or not attached.speaks_for(name):
+            return False
         realm = self.core.known_realm(name, attached.core.realm.fingerprint)
         if realm is None:
             return self.core.state.is_shared(name)  # a load will tell what others have saved; what is private was never saved

@@ -7,20 +7,25 @@ back.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import secrets
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from kvtierd.core.realm import Realm
 from kvtierd.core.tickets import Session
 from kvtierd.errors import Reason, RequestError
 from kvtierd.model import Namespace
+from kvtierd.runtime.tokens import Grant
 
 TOKEN_BYTES: Final = 16
 MAX_PROCESSES: Final = 2048
 """Processes of one session on the descriptor socket."""
+MAX_CALLS: Final = 256
+"""Calls of one session at one time, its Attach stream being one of them whatever goes on inside."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,16 +50,45 @@ class Attached:
     """NUMA node of each shard's process, as the last one that joined has said; -1 stands for all shards."""
     on_event: Callable[[str], None] | None = None
     """Sends an event's text down the Attach stream."""
+    grant: Grant | None = None
+    """What its token allows; None where no token was needed."""
+    calls: set[asyncio.Task[Any]] = field(default_factory=set)
+    """Those in progress: its Attach stream, and what is called outside of it."""
+    barred: str = ""
+    """Why no call of it is served any more, while its processes live on."""
 
     @property
     def session_id(self) -> int:
         """Number for logs; the token is a secret."""
         return self.core.session_id
 
+    def speaks_for(self, tenant: str) -> bool:
+        """Whether it may act for a tenant."""
+        return self.grant is None or self.grant.speaks_for(tenant)
+
+    def enter(self) -> None:
+        """Make the task that runs now a call of this session. Raises RequestError OVERLOADED when it has as many as it may have."""
+        if len(self.calls) >= MAX_CALLS:
+            raise RequestError(Reason.OVERLOADED, f"{MAX_CALLS} calls of this session are in progress; retry with back-off")
+        _served.set(self)
+        task = asyncio.current_task()
+        if task is not None:
+            self.calls.add(task)
+            task.add_done_callback(self.calls.discard)
+
     @property
     def is_over(self) -> bool:
         """True when every process of the engine has gone."""
         return not self.stream_open and not self.processes
+
+
+_served: ContextVar[Attached | None] = ContextVar("served", default=None)
+
+
+def why_barred() -> str:
+    """Why the session of the call that runs now is barred; empty when it is not, and for a call of no session."""
+    attached = _served.get()
+    return "" if attached is None else attached.barred
 
 
 class Sessions:
@@ -108,6 +142,13 @@ class Sessions:
                 if node >= 0:
                     return node
         return -1
+
+    def bar(self, attached: Attached, why: str) -> None:
+        """Serve no call of a session any more. It ends when its processes have gone: until then they may be copying."""
+        attached.barred = why
+        self._by_token.pop(attached.token, None)
+        for task in list(attached.calls):
+            task.cancel()
 
     def remove(self, attached: Attached) -> None:
         """Forget a session."""

@@ -21,6 +21,7 @@ from kvtierd.errors import Reason, RequestError
 from kvtierd.model import MAX_KEYS_PER_CALL, Namespace
 from kvtierd.runtime import Attached, Runtime
 from kvtierd.service.calls import Calls
+from kvtierd.service.door import caller
 from kvtierd.service.metrics import Metrics
 from kvtierd.service.spans import call_span
 from kvtierd.service.status import as_request_error, code_number
@@ -84,7 +85,8 @@ class AttachStream:
     async def run(self) -> None:
         """Serve the stream until the client ends it. Raises RequestError when the session cannot begin."""
         hello = await self._hello()
-        attached = await self._rt.attach(namespace_of(hello.namespace), hello.tenant, _name_of(hello), hello.pid)
+        attached = await self._rt.attach(namespace_of(hello.namespace), hello.tenant, _name_of(hello), hello.pid, caller())
+        attached.enter()
         try:
             await self._welcome_in(attached, hello)
             while True:

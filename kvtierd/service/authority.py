@@ -41,7 +41,7 @@ class RuntimeAuthority:
         """An extent of one of the session's realms, of the process's shard."""
         attached = self._rt.sessions.by_id(session_id)
         extent = self._rt.core.state.pools[Tier.CPU].extents.get(extent_id)
-        if attached is None or extent is None or not self._may_map(attached, extent, shard):
+        if attached is None or attached.barred or extent is None or not self._may_map(attached, extent, shard):
             return None
         return ExtentInfo(extent.size_bytes, extent.slot_bytes, extent.group.shard, self._rt.cpu.fd(extent_id))
 

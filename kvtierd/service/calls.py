@@ -15,6 +15,7 @@ from kvtierd.errors import Reason, RequestError
 from kvtierd.model import MAX_KEYS_PER_CALL, MAX_TTL_S, Tier, count_keys, split_keys
 from kvtierd.runtime import Attached, Runtime, decisions
 from kvtierd.service.admission import Admission
+from kvtierd.service.door import caller
 from kvtierd.service.logs import SlowLog
 from kvtierd.service.metrics import Metrics
 from kvtierd.service.spans import ReadSpans
@@ -42,15 +43,22 @@ class Calls:
         self._epoch = runtime.boot_epoch
 
     def session(self, token: bytes) -> Attached:
-        """The session of a token."""
-        return self._rt.sessions.by_token(token)
+        """The session of a call outside of its Attach stream, by its token. Raises RequestError as ``Attached.enter`` too."""
+        attached = self._rt.sessions.by_token(token)
+        if attached.grant is not None and caller() != attached.grant:
+            raise RequestError(Reason.PERMISSION, "the session belongs to another token; show that one with each call")
+        attached.enter()
+        return attached
 
     async def realm(self, attached: Attached, tenant: str) -> Realm:
         """The realm that a session acts on; a tenant of "" is its own."""
         is_own = not tenant or tenant == attached.tenant
         if is_own and (realm := attached.core.realm).shared is realm.tenant.limits.shared:
             return realm
+        if attached.grant is not None and not is_own:
+            attached.grant.check_tenant(tenant)
         realm = await self._rt.realm(tenant or attached.tenant, attached.namespace)
+        self._rt.check_alive(attached)
         attached.realm_ids.add(realm.realm_id)
         if is_own:
             attached.core.realm = realm  # the tenant's scope was changed; what is open stays in the realm that it began in

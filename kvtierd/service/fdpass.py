@@ -124,6 +124,12 @@ class DescriptorServer:
         for extent_id in free:
             self._authority.extent_released(extent_id)
 
+    def turn_away(self, session_id: int, error: RequestError) -> None:
+        """Refuse the processes of a session from now on; each counts as alive until it closes its end."""
+        for connection in list(self._connections.values()):
+            if connection.session_id == session_id:
+                self._dismiss(connection, error)
+
     def holders(self, extent_id: int) -> set[int]:
         """Connections that were given an extent and have not confirmed that it is unmapped."""
         return {c.conn_id for c in self._connections.values() if extent_id in c.given}

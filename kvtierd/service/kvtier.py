@@ -13,6 +13,7 @@ import grpc
 from kvtierd.errors import Reason, RequestError
 from kvtierd.model import KEY_BYTES
 from kvtierd.runtime import Attached, Runtime
+from kvtierd.runtime.sessions import why_barred
 from kvtierd.service import status
 from kvtierd.service.attach import AttachStream
 from kvtierd.service.bytes_path import BytesSaver
@@ -52,6 +53,8 @@ class KvTierServicer(kvtier_pb2_grpc.KvTierServiceServicer):
             with call_span(method.lower(), "" if method in OWN_SPANS else traceparent_of(context)):
                 answer = await work()
         except (asyncio.CancelledError, grpc.aio.BaseError) as e:
+            if isinstance(e, asyncio.CancelledError) and (why := why_barred()):
+                await self._turn_away(context, method, why, began_s)
             self._calls.answered(method, "CANCELLED", began_s)
             if isinstance(e, asyncio.CancelledError):
                 raise
@@ -65,6 +68,16 @@ class KvTierServicer(kvtier_pb2_grpc.KvTierServiceServicer):
         else:
             self._calls.answered(method, "OK", began_s)
             return answer
+
+    async def _turn_away(self, context: Context, method: str, why: str, began_s: float) -> None:
+        """End a call whose session was barred meanwhile; its task was cancelled, of which gRPC would tell the caller nothing."""
+        task = asyncio.current_task()
+        assert task is not None
+        task.uncancel()
+        told = RequestError(Reason.PERMISSION, why)
+        self._calls.refused(method, told)
+        self._calls.answered(method, status.code_number(told.reason), began_s)
+        await status.abort(context, told)
 
     async def _unary(self, context: Context, method: str, request: Any, call: Callable[[Attached, Any], Any]) -> Any:
         async def work() -> Any:

@@ -6,14 +6,18 @@ over. On the descriptor socket the daemon asks for the peer's user and groups as
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
+import stat
 import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
 from kvtierd.errors import StartupError
+
+log = logging.getLogger(__name__)
 
 ACL: Final = "system.posix_acl_access"
 READ_WRITE: Final = 6
@@ -61,10 +65,21 @@ class Peers:
         if self.named:
             self._allow(path, READ_WRITE)
 
-    def open_folder(self, path: Path) -> None:
-        """Let those who are allowed through a folder that is the owner's only. Raises OSError, StartupError."""
-        if self.named:
+    def open_folder(self, path: Path, *, made: bool) -> None:
+        """Let those who are allowed through the sockets' folder, if the daemon makes it or once has.
+
+        Raises:
+            OSError: the folder cannot be looked at.
+            StartupError: it can have no access control list.
+        """
+        if not self.named:
+            return
+        if made or (path.stat().st_uid == os.getuid() and ACL in os.listxattr(path)):
             self._allow(path, SEARCH)
+        elif not path.stat().st_mode & stat.S_IXOTH:
+            log.warning(
+                "%s may keep out whom server.allow_users and server.allow_groups name; let them through, as by chmod o+x", path
+            )
 
     def _allow(self, path: Path, bits: int) -> None:
         owner = path.stat().st_mode >> 6 & 7

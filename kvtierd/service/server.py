@@ -28,6 +28,7 @@ from kvtierd.service.admission import Admission
 from kvtierd.service.authority import RuntimeAuthority
 from kvtierd.service.calls import Calls
 from kvtierd.service.decoding import DecodingServer
+from kvtierd.service.door import Door
 from kvtierd.service.event_publisher import EventPublisher
 from kvtierd.service.fdpass import DescriptorServer
 from kvtierd.service.http import MetricsServer
@@ -115,6 +116,7 @@ class Daemon:
             await descriptors.start()
             stack.push_async_callback(descriptors.close)
             self.runtime.runner.revoker = descriptors
+            self.runtime.on_barred = descriptors.turn_away
             servicer = await self._start_grpc(stack)
             self.metrics.io_path(Tier.CPU, self.runtime.cpu.path)
             self.metrics.io_path(Tier.NVME, self.runtime.nvme.path if self.runtime.nvme else "")
@@ -123,6 +125,8 @@ class Daemon:
             self._supervise("journal", self.runtime.flush_forever())
             self._supervise("loop lag", watch_loop_lag(self.metrics))
             self._supervise("admission", self._admission.watch())
+            if self.runtime.tokens is not None:
+                self._supervise("tokens", self.runtime.tokens.watch(self.runtime.review_sessions))
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, self.stopping.set)
             self._up = True
@@ -158,7 +162,9 @@ class Daemon:
 
     async def _start_grpc(self, stack: contextlib.AsyncExitStack) -> KvTierServicer:
         limits = self.config.server
+        tokens = self.runtime.tokens
         server = grpc.aio.server(
+            interceptors=[] if tokens is None else [Door(tokens, limits.unix_tokens, self.metrics)],
             maximum_concurrent_rpcs=limits.max_concurrent_calls + limits.max_sessions,
             options=[
                 ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -258,13 +264,19 @@ def _add_ports(server: grpc.aio.Server, config: ServerConfig, place: SocketPath)
         os.umask(old)
     if config.listen is None:
         return
+    if config.token_file is None and config.tls_client_ca is None:
+        log.warning(
+            "whoever reaches %s may act for every tenant and use the admin API; set server.token_file or server.tls_client_ca",
+            config.listen,
+        )
     try:
         if config.tls_cert and config.tls_key:
             ca = config.tls_client_ca.read_bytes() if config.tls_client_ca else None
             pair = (config.tls_key.read_bytes(), config.tls_cert.read_bytes())
             server.add_secure_port(config.listen, grpc.ssl_server_credentials([pair], ca, require_client_auth=ca is not None))
         else:
-            log.warning("listening on %s without TLS", config.listen)
+            exposed = ", and whoever sees its packets has the tokens" if config.token_file else ""
+            log.warning("listening on %s without TLS%s", config.listen, exposed)
             server.add_insecure_port(config.listen)
     except (RuntimeError, OSError) as e:
         raise StartupError(f"cannot listen on {config.listen}: {e}; is the port in use, or a certificate missing?") from e

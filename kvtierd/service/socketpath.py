@@ -102,9 +102,9 @@ class SocketPath:
 
     def _make_folder(self) -> None:
         folder = self.path.parent
-        if not folder.is_dir():
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._peers.open_folder(folder)
+        made = not folder.is_dir()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._peers.open_folder(folder, made=made)
 
     def _take_lock(self) -> None:
         """Two daemons that find the same stale file must not both remove it. The lock file stays."""

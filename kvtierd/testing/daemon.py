@@ -22,6 +22,17 @@ from kvtierd.v1 import admin_pb2_grpc
 START_TIMEOUT_S = 60.0
 
 
+class _Shows(grpc.UnaryUnaryClientInterceptor):
+    """Shows a token with each call."""
+
+    def __init__(self, token: str) -> None:
+        self._header = ("authorization", f"Bearer {token}")
+
+    def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        """Add the header."""
+        return continuation(client_call_details._replace(metadata=[self._header]), request)
+
+
 class DaemonProcess:
     """One daemon in a folder of its own.
 
@@ -40,6 +51,8 @@ class DaemonProcess:
         }
         for table, keys in (config or {}).items():
             self.config.setdefault(table, {}).update(keys)
+        self.token = ""
+        """Shown by :meth:`status` and :meth:`admin`, for a daemon that asks for one."""
         self.command = [sys.executable, "-m", "kvtierd.cli"]
         self.environment: dict[str, str] = {}
         """Variables that the process gets besides this one's."""
@@ -91,7 +104,8 @@ class DaemonProcess:
     def admin(self) -> Iterator[admin_pb2_grpc.KvTierAdminServiceStub]:
         """A stub of the admin API."""
         with grpc.insecure_channel(self.address, options=[("grpc.max_receive_message_length", 64 << 20)]) as channel:
-            yield admin_pb2_grpc.KvTierAdminServiceStub(channel)
+            shown = _Shows(self.token) if self.token else None
+            yield admin_pb2_grpc.KvTierAdminServiceStub(channel if shown is None else grpc.intercept_channel(channel, shown))
 
     def status(self, timeout_s: float = 10.0) -> pb.GetStatusResponse:
         """The daemon's status. Raises grpc.RpcError when it does not answer."""

@@ -5,6 +5,7 @@ Method: layouts of ranks as workers tell them.
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,19 @@ def test_ranks_of_several_hosts_are_refused() -> None:
     layouts = {(0, 0): RankLayout((), host=pools.host_identity()), (0, 1): RankLayout((), host="faraway 123")}
     with pytest.raises(UnsupportedLayoutError, match=r"rank \(0, 1\) runs on the host faraway .* keep tensor"):
         Pools(SimpleNamespace(), layouts, Settings(), "e")
+
+
+def test_clients_show_the_token_of_the_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made: list[dict[str, Any]] = []
+    plan = SimpleNamespace(namespaces=[object(), object()])
+    monkeypatch.setattr(pools, "resolve_hashing", lambda _config: ("sha256", True))
+    monkeypatch.setattr(pools, "engine_plan", lambda *_: plan)
+    monkeypatch.setattr(pools, "Client", lambda *_, **options: made.append(options))
+    config = SimpleNamespace(model_config=SimpleNamespace(model="m"), device_config=SimpleNamespace(device_type="cpu"))
+    for text, shown in ((str(tmp_path / "t"), str(tmp_path / "t")), ("", None)):
+        made.clear()
+        Pools(config, {}, Settings(token_file=text), "e")
+        assert [options["token_file"] for options in made] == [shown, shown], "None: the variable's"
 
 
 CONTAINER = f"another-container {pools.host_identity().partition(' ')[2]}"

@@ -124,6 +124,24 @@ def test_a_peer_is_who_the_kernel_says() -> None:
     assert set(gids) <= {os.getgid(), *os.getgroups()}
 
 
+def test_a_folder_of_the_daemons_own_follows_the_lists(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made, found = tmp_path / "made", tmp_path / "found"
+    for folder in (made, found):
+        folder.mkdir(mode=0o700)
+    Peers(0o600, [NAMED]).open_folder(made, made=True)
+    before = os.getxattr(made, peers.ACL)
+    Peers(0o600, [NAMED, MEMBER]).open_folder(made, made=False)
+    assert len(os.getxattr(made, peers.ACL)) > len(before), "the daemon made it, at an earlier start"
+    assert not caplog.records
+    Peers(0o600, [NAMED]).open_folder(found, made=False)
+    assert not os.listxattr(found), "a folder that was there is left alone"
+    assert "let them through" in caplog.text
+    caplog.clear()
+    found.chmod(0o711)
+    Peers(0o600, [NAMED]).open_folder(found, made=False)
+    assert not caplog.records
+
+
 def test_lists_beside_a_wide_mode_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="set it to 0o600"):
         load_config(env={}, flags={"server.allow_users": [NAMED], "server.socket_mode": 0o666})

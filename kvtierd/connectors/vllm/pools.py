@@ -57,6 +57,7 @@ class Pools:
                 settings.lookup_timeout_ms / 1000,
                 name[:64],
                 pins_memory=on_gpu,
+                token_file=settings.token_file or None,
             )
             for namespace in self.plan.namespaces
         ]

@@ -25,6 +25,7 @@ class Settings:
 
     Attributes:
         address: of the daemon, ``unix:PATH``; empty means ``$KVTIERD_ADDRESS`` or the default socket.
+        token_file: file that holds the bearer token of a daemon that asks for one; empty means ``$KVTIERD_TOKEN_FILE``.
         tenant: who is billed when a request names nobody; empty means "default".
         chunk_tokens: tokens in one block of kvtierd; 0 picks the smallest multiple of the engine's blocks that makes a shard
             of 4 MiB, at most 256 tokens and the model's smallest attention window.
@@ -44,6 +45,7 @@ class Settings:
     """
 
     address: str = ""
+    token_file: str = ""
     tenant: str = ""
     chunk_tokens: int = 0
     lookup_timeout_ms: float = 2000.0

@@ -1,0 +1,98 @@
+"""Who may call at all: tokens are asked for before a call reaches its servicer, whatever servicer that is.
+
+Health and reflection are open: they tell nothing of any tenant, and what probes a daemon has no token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+from typing import Any, Final
+
+import grpc
+
+from kvtierd.errors import Reason, RequestError
+from kvtierd.runtime.tokens import Grant, Tokens
+from kvtierd.service import status
+from kvtierd.service.metrics import Metrics
+
+OURS: Final = "/kvtierd."
+ADMIN: Final = "/kvtierd.v1.KvTierAdminService/"
+HEADER: Final = "authorization"
+SCHEME: Final = "bearer "
+MAX_HEADER_CHARS: Final = 4096
+
+_caller: ContextVar[Grant | None] = ContextVar("caller", default=None)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+def caller() -> Grant | None:
+    """Whose token the call in progress has shown; None for one that needs none and shows none."""
+    return _caller.get()
+
+
+class Door(grpc.aio.ServerInterceptor):
+    """Lets calls through or refuses them.
+
+    Args:
+        tokens: of the daemon.
+        unix: which calls on unix sockets need one: "all", "admin" or "none".
+        metrics: count refusals.
+    """
+
+    def __init__(self, tokens: Tokens, unix: str, metrics: Metrics) -> None:
+        self._tokens = tokens
+        self._unix = unix
+        self._metrics = metrics
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Put the check in front of a method of kvtierd's own services."""
+        handler: Any = await continuation(handler_call_details)
+        method = handler_call_details.method
+        if handler is None or not method.startswith(OURS):
+            return handler  # type: ignore[no-any-return]
+        kind = f"{'stream' if handler.request_streaming else 'unary'}_{'stream' if handler.response_streaming else 'unary'}"
+        guarded = self._guarded(getattr(handler, kind), admin=method.startswith(ADMIN))
+        return handler._replace(**{kind: guarded})  # type: ignore[no-any-return]
+
+    def _guarded(self, serve: Callable[[Any, Context], Awaitable[Any]], *, admin: bool) -> Callable[[Any, Context], Awaitable[Any]]:
+        async def guarded(request: Any, context: Context) -> Any:
+            try:
+                _caller.set(self._checked(context, admin=admin))
+            except RequestError as e:
+                self._metrics.rejected(e.reason)
+                await status.abort(context, e)
+            return await serve(request, context)
+
+        return guarded
+
+    def _checked(self, context: Context, *, admin: bool) -> Grant | None:
+        """Whose call it is. Raises RequestError PERMISSION."""
+        on_unix = context.peer().startswith("unix:")
+        header = next((value for key, value in context.invocation_metadata() or () if key == HEADER), None)
+        if header is None:
+            if on_unix and (self._unix == "none" or (self._unix == "admin" and not admin)):
+                return None
+            text = "this daemon asks for a token: name a file that holds one with --token-file, KVTIERD_TOKEN_FILE or token_file"
+            raise RequestError(Reason.PERMISSION, text)
+        text = header if isinstance(header, str) else header.decode(errors="replace")
+        grant = None
+        if len(text) <= MAX_HEADER_CHARS and text[: len(SCHEME)].lower() == SCHEME:
+            grant = self._tokens.find(text[len(SCHEME) :].strip())
+        if grant is None:
+            raise RequestError(
+                Reason.PERMISSION, "the daemon does not know this token; it was taken away, or belongs to another one"
+            )
+        if admin and not grant.admin:
+            raise RequestError(
+                Reason.PERMISSION, f"the token {grant.name!r} is not for the admin API; use one that has admin = true"
+            )
+        return grant
+
+
+__all__ = ["Door", "caller"]
