@@ -1,0 +1,198 @@
+"""Goal: TCP is encrypted unless somebody says otherwise, client certificates and tokens are asked for where they are set, and what
+is left open is told.
+
+Method: certificates made here, a real daemon on a port of loopback, the library and the command line.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import pytest
+from click.testing import CliRunner
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from kvtierd.cli import cli
+from kvtierd.client import Client
+from kvtierd.config import load_config
+from kvtierd.errors import ConfigError, DaemonUnavailableError, StartupError
+from kvtierd.testing.daemon import DaemonProcess
+from tests.daemon.conftest import namespace
+
+MakeDaemon = Callable[..., DaemonProcess]
+SIZE = 64 << 10
+YEAR = datetime.timedelta(days=365)
+TOKEN = "t" * 20
+
+
+class Authority:
+    """A CA in a folder; its certificate is ``ca.pem``."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        self.folder = folder
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"CA of {folder.name}")])
+        self._write("ca", self._key, self._sign(self._name, self._key, ca=True))
+
+    def issue(self, name: str) -> tuple[Path, Path]:
+        """Certificate and key of a server or client on loopback."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        return self._write(name, key, self._sign(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]), key, ca=False))
+
+    @property
+    def ca(self) -> Path:
+        return self.folder / "ca.pem"
+
+    def _sign(self, subject: x509.Name, key: ec.EllipticCurvePrivateKey, *, ca: bool) -> x509.Certificate:
+        now = datetime.datetime.now(datetime.UTC)
+        names = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+        return (
+            x509.CertificateBuilder()
+            .subject_name(subject)
+            .issuer_name(self._name)
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - YEAR)
+            .not_valid_after(now + YEAR)
+            .add_extension(x509.BasicConstraints(ca=ca, path_length=None), critical=True)
+            .add_extension(x509.SubjectAlternativeName(names), critical=False)
+            .sign(self._key, hashes.SHA256())
+        )
+
+    def _write(self, name: str, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) -> tuple[Path, Path]:
+        paths = self.folder / f"{name}.pem", self.folder / f"{name}.key"
+        paths[0].write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+        form = serialization.PrivateFormat.PKCS8
+        paths[1].write_bytes(key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption()))
+        return paths
+
+
+@pytest.fixture
+def ours(tmp_path: Path) -> Authority:
+    return Authority(tmp_path / "ours")
+
+
+@pytest.fixture
+def address() -> str:
+    """A free port of loopback."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{sock.getsockname()[1]}"
+
+
+def works(address: str, credentials: grpc.ChannelCredentials | None, token_file: str = "", tenant: str = "") -> str:
+    """Save and load. Returns why that is not possible; empty when it is."""
+    key, block = os.urandom(32), os.urandom(SIZE)
+    options = {"credentials": credentials, "token_file": token_file, "tenant": tenant, "require": True, "timeout_s": 4.0}
+    try:
+        with Client(namespace(SIZE), address, **options) as client:  # type: ignore[arg-type]
+            assert client.save([key], [block]).saved == 1
+            assert client.load_bytes([key]).blocks[0][0] == block
+    except DaemonUnavailableError as e:
+        return str(e)
+    return ""
+
+
+def trusting(authority: Authority, certificate: tuple[Path, Path] | None = None) -> grpc.ChannelCredentials:
+    chain, key = (path.read_bytes() for path in certificate) if certificate else (None, None)
+    return grpc.ssl_channel_credentials(authority.ca.read_bytes(), key, chain)
+
+
+def tls(address: str, authority: Authority, **server: str) -> dict[str, str]:
+    chain, key = authority.issue("server")
+    return {"listen": address, "tls_cert": str(chain), "tls_key": str(key), **server}
+
+
+def test_callers_that_trust_the_daemon_connect_and_nothing_is_plain(
+    make_daemon: MakeDaemon, ours: Authority, tmp_path: Path, address: str
+) -> None:
+    daemon = make_daemon(server=tls(address, ours))
+    assert not works(address, trusting(ours))
+    assert "cannot be reached" in works(address, None), "no call without TLS"
+    assert "cannot be reached" in works(address, trusting(Authority(tmp_path / "others")))
+    assert f"whoever reaches {address} may act for every tenant" in daemon.log()
+    result = CliRunner().invoke(cli, ["status", "--address", address, "--tls-ca", str(ours.ca)])
+    assert result.exit_code == 0, result.output
+
+
+def test_client_certificates_are_asked_for(make_daemon: MakeDaemon, ours: Authority, tmp_path: Path, address: str) -> None:
+    clients, others = Authority(tmp_path / "clients"), Authority(tmp_path / "others")
+    daemon = make_daemon(server=tls(address, ours, tls_client_ca=str(clients.ca)))
+    mine = clients.issue("engine")
+    assert not works(address, trusting(ours, mine))
+    assert works(address, trusting(ours))
+    assert works(address, trusting(ours, others.issue("engine")))
+    assert works(address, trusting(ours, ours.issue("engine"))), "the daemon's own CA is not its clients'"
+    assert "whoever reaches" not in daemon.log()
+    command = ["status", "--address", address, "--tls-ca", str(ours.ca)]
+    assert CliRunner().invoke(cli, command).exit_code == 3
+    shown = [*command, "--tls-cert", str(mine[0]), "--tls-key", str(mine[1])]
+    assert CliRunner().invoke(cli, shown).exit_code == 0
+
+
+@pytest.mark.parametrize("unix_tokens", ["none", "admin", "all"])
+def test_tokens_are_always_asked_for_on_tcp(
+    make_daemon: MakeDaemon, ours: Authority, tmp_path: Path, address: str, unix_tokens: str
+) -> None:
+    tokens, token = tmp_path / "tokens.toml", tmp_path / "token"
+    tokens.touch(mode=0o600)
+    tokens.write_text(f'[tokens.engine]\ntoken = "{TOKEN}"\ntenants = ["mine"]\nadmin = true\n')
+    token.write_text(TOKEN)
+    daemon = make_daemon(
+        start=False, server=tls(address, ours, token_file=str(tokens), unix_tokens=unix_tokens, tls_client_ca=str(ours.ca))
+    )
+    daemon.token = TOKEN
+    daemon.start()
+    mine = trusting(ours, ours.issue("engine"))
+    assert "asks for a token" in works(address, mine)
+    assert "does not speak for tenant 'theirs'" in works(address, mine, str(token), "theirs")
+    assert not works(address, mine, str(token), "mine")
+
+
+def test_tokens_without_tls_are_warned_of(make_daemon: MakeDaemon, tmp_path: Path, address: str) -> None:
+    tokens, token = tmp_path / "tokens.toml", tmp_path / "token"
+    tokens.write_text(f'[tokens.engine]\ntoken = "{TOKEN}"\ntenants = ["*"]\nadmin = true\n')
+    token.write_text(TOKEN)
+    daemon = make_daemon(start=False, server={"listen": address, "insecure": True, "token_file": str(tokens)})
+    daemon.token = TOKEN
+    daemon.start()
+    assert "whoever sees its packets has the tokens" in daemon.log()
+    assert "asks for a token" in works(address, None)
+    assert not works(address, None, str(token))
+
+
+@pytest.mark.parametrize("broken", ["missing", "garbage", "another's key"])
+def test_certificates_that_cannot_be_used_keep_the_daemon_from_starting(
+    make_daemon: MakeDaemon, ours: Authority, tmp_path: Path, address: str, broken: str
+) -> None:
+    server = tls(address, ours)
+    if broken == "missing":
+        Path(server["tls_cert"]).unlink()
+    elif broken == "garbage":
+        Path(server["tls_cert"]).write_text("no certificate")
+    else:
+        server["tls_key"] = str(Authority(tmp_path / "others").issue("server")[1])
+    with pytest.raises(StartupError, match=f"cannot listen on {address}"):
+        make_daemon(server=server)
+
+
+def test_what_is_plain_or_half_set_is_refused() -> None:
+    for flags, says in (
+        ({"listen": "0.0.0.0:9460"}, "needs server.tls_cert and server.tls_key, or server.insecure"),
+        ({"listen": "0.0.0.0:9460", "tls_cert": "/c"}, "go together"),
+        ({"listen": "0.0.0.0:9460", "insecure": True, "tls_client_ca": "/c"}, "tls_client_ca is for TLS"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            load_config(env={}, flags={f"server.{key}": value for key, value in flags.items()})
+    assert load_config(env={}).server.metrics.startswith("127.0.0.1:"), "metrics are for this machine only"
+    assert load_config(env={}).server.listen is None
