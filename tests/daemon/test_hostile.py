@@ -49,6 +49,10 @@ class RawSession:
         token: bytes = next(self.stream).welcome.session
         return token
 
+    def send(self, message: pb.AttachRequest) -> None:
+        """Send something down the stream."""
+        self._outbox.put(message)
+
     def close(self) -> None:
         """End the stream and the connection."""
         self._outbox.put(None)

@@ -10,17 +10,110 @@ from collections.abc import Callable
 from typing import Any
 
 import grpc
+import pytest
 
 from kvtierd.client import Client
+from kvtierd.errors import Reason, RequestError
 from kvtierd.runtime.sessions import MAX_CALLS
+from kvtierd.service.attach import MAX_WAITING_CALLS
 from kvtierd.testing.daemon import DaemonProcess
 from kvtierd.v1 import kvtier_pb2 as pb
 from kvtierd.v1 import kvtier_pb2_grpc
-from tests.daemon.test_hostile import until
+from tests.daemon.test_hostile import RawSession, until
 
 MakeDaemon = Callable[..., DaemonProcess]
 MakeClient = Callable[..., Client]
 SIZE = 64 << 10
+
+
+def some_keys(count: int) -> bytes:
+    return os.urandom(32 * count)
+
+
+def status_of(call: Callable[[], object]) -> tuple[str, str]:
+    """Code and text of a call that is refused."""
+    with pytest.raises(grpc.RpcError) as caught:
+        call()
+    return caught.value.code().name, str(caught.value.details())  # type: ignore[attr-defined]
+
+
+def test_a_session_has_so_many_open_tickets(make_daemon: MakeDaemon, make_client: MakeClient) -> None:
+    daemon = make_daemon(cpu={"capacity": "16MiB"}, server={"max_tickets": 3})
+    greedy, other = make_client(daemon, SIZE).session_token, make_client(daemon, SIZE).session_token
+    with grpc.insecure_channel(daemon.address) as channel:
+        stub = kvtier_pb2_grpc.KvTierServiceStub(channel)
+        tickets = [stub.Save(pb.SaveRequest(session=greedy, keys=some_keys(1))).ticket for _ in range(3)]
+        assert all(tickets)
+        held = some_keys(1)
+        for call in (
+            lambda: stub.Save(pb.SaveRequest(session=greedy, keys=some_keys(1))),
+            lambda: list(stub.Load(pb.LoadRequest(session=greedy, keys=held, deadline_ms=100))),
+            lambda: list(stub.Prefetch(pb.PrefetchRequest(session=greedy, keys=held, deadline_ms=100))),
+        ):
+            code, text = status_of(call)
+            assert (code, "3 tickets are open" in text) == ("RESOURCE_EXHAUSTED", True)
+        assert stub.Save(pb.SaveRequest(session=other, keys=some_keys(1))).ticket
+        stub.Abort(pb.AbortRequest(session=greedy, ticket=tickets[0]))
+        assert stub.Save(pb.SaveRequest(session=greedy, keys=some_keys(1))).ticket
+
+
+def test_a_session_has_so_many_slots(make_daemon: MakeDaemon, make_client: MakeClient) -> None:
+    daemon = make_daemon(cpu={"capacity": "4MiB", "extent": "1MiB"}, server={"max_ticket_share": 0.25})
+    greedy, other = make_client(daemon, SIZE).session_token, make_client(daemon, SIZE).session_token
+    with grpc.insecure_channel(daemon.address) as channel:
+        stub = kvtier_pb2_grpc.KvTierServiceStub(channel)
+        outcomes = list(stub.Save(pb.SaveRequest(session=greedy, keys=some_keys(40))).outcomes)
+        assert outcomes.count(pb.SAVE_OUTCOME_GRANTED) == 16, "a quarter of 4 MiB in slots of 64 KiB"
+        assert outcomes.count(pb.SAVE_OUTCOME_LIMIT) == 24
+        more = stub.Save(pb.SaveRequest(session=greedy, keys=some_keys(1)))
+        assert list(more.outcomes) == [pb.SAVE_OUTCOME_LIMIT]
+        assert list(stub.Save(pb.SaveRequest(session=other, keys=some_keys(1))).outcomes) == [pb.SAVE_OUTCOME_GRANTED]
+
+
+def test_what_loads_hold_counts_as_slots(make_daemon: MakeDaemon, make_client: MakeClient) -> None:
+    daemon = make_daemon(cpu={"capacity": "4MiB", "extent": "1MiB"}, server={"max_ticket_share": 0.25})
+    greedy = make_client(daemon, SIZE)
+    keys = [os.urandom(32) for _ in range(30)]
+    for start in range(0, 30, 10):
+        assert greedy.save(keys[start : start + 10], [bytes(SIZE)] * 10).saved == 10
+    with greedy.fetch(keys[:16]) as fetch, grpc.insecure_channel(daemon.address) as channel:
+        assert len(fetch.poll(10)) == 16
+        stub = kvtier_pb2_grpc.KvTierServiceStub(channel)
+        request = pb.LoadRequest(session=greedy.session_token, keys=b"".join(keys[16:]), deadline_ms=300)
+        assert not [index for step in stub.Load(request) for index in step.indexes]
+        save = pb.SaveRequest(session=greedy.session_token, keys=some_keys(1))
+        assert list(stub.Save(save).outcomes) == [pb.SAVE_OUTCOME_LIMIT]
+    assert greedy.load(keys[16:], [bytearray(SIZE) for _ in keys[16:]]).loaded == 14, "once they are released"
+
+
+def test_pins_hold_so_much(make_daemon: MakeDaemon, make_client: MakeClient) -> None:
+    daemon = make_daemon(cpu={"capacity": "4MiB", "extent": "1MiB"}, nvme={"capacity": "0"})
+    client = make_client(daemon, SIZE)
+    keys = [os.urandom(32) for _ in range(40)]
+    for start in range(0, 40, 10):
+        assert client.save(keys[start : start + 10], [bytes(SIZE)] * 10).saved == 10
+    assert client.pin(keys[:30], 60).pinned == 30
+    for more in (keys[30:34], keys[:4]):  # whoever pins a block once more counts too
+        with pytest.raises(RequestError, match="unpin or pin fewer keys") as caught:
+            client.pin(more, 60)
+        assert caught.value.reason is Reason.LIMIT
+
+
+def test_a_stream_has_so_many_calls_that_wait(make_daemon: MakeDaemon, make_client: MakeClient) -> None:
+    daemon = make_daemon(cpu={"capacity": "1MiB", "prefault": False}, nvme={"capacity": "0"})
+    fillers = [make_client(daemon, SIZE) for _ in range(2)]
+    session = RawSession(daemon, SIZE)
+    session.welcome()
+    with fillers[0].reserve([os.urandom(32) for _ in range(8)]), fillers[1].reserve([os.urandom(32) for _ in range(8)]) as full:
+        assert len(full.granted) == 8
+        for number in range(1, MAX_WAITING_CALLS + 11):
+            save = pb.SaveRequest(keys=some_keys(1), wait_ms=60_000)
+            session.send(pb.AttachRequest(call=pb.Call(id=number, save=save)))
+        refused = [next(session.stream).reply for _ in range(10)]
+        assert {reply.error.reason for reply in refused} == {pb.ERROR_REASON_OVERLOADED}
+        assert {reply.id for reply in refused} == set(range(MAX_WAITING_CALLS + 1, MAX_WAITING_CALLS + 11))
+        assert fillers[0].lookup([bytes(32)]).reason is None
+    session.close()
 
 
 def test_one_session_cannot_take_all_calls_of_a_daemon(make_daemon: MakeDaemon, make_client: MakeClient) -> None:
