@@ -9,6 +9,7 @@ from typing import Any, Final
 import click
 from rich.text import Text
 
+from kvtierd.cli.checks_access import check_listen, check_tokens
 from kvtierd.cli.checks_gpu import Cuda, check_cuda, check_gds, check_packages, find_cuda
 from kvtierd.cli.checks_memory import (
     check_cgroup,
@@ -43,6 +44,8 @@ def examine(config: Config, host: Host, cuda: Cuda) -> Iterator[Finding]:
         ("socket", lambda: [check_socket(config.server.socket, "socket")]),
         ("descriptor socket", lambda: [check_socket(config.server.fd_socket, "descriptor socket")]),
         ("metrics address", lambda: [check_metrics_address(config)]),
+        ("tokens", lambda: check_tokens(config)),
+        ("API on TCP", lambda: check_listen(config)),
     ]
     storage: list[tuple[str, Callable[[], Iterable[Finding]]]] = []
     if config.nvme.capacity:

@@ -114,7 +114,7 @@ def read_grants(path: Path) -> dict[str, Grant]:
     except ValidationError as e:
         wrong = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in e.errors(include_input=False))
         raise ConfigError(f"the token file {path}: {wrong}") from None
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         why = "it is no UTF-8" if isinstance(e, UnicodeDecodeError) else str(e)
         raise ConfigError(f"the token file {path} is not valid TOML: {why}") from None
     if public and any(entry.token is not None for entry in entries.values()):

@@ -118,3 +118,10 @@ def test_whole_numbers_may_be_floats_in_a_file(tmp_path: Path) -> None:
     file.write_text("[server]\nsocket_mode = 432.5\n")
     with pytest.raises(ConfigError, match="octal"):
         load_config(file, env={})
+
+
+def test_a_file_without_end_is_no_toml(tmp_path: Path) -> None:
+    path = tmp_path / "deep.toml"
+    path.write_text("cpu = " + "[" * 100_000)
+    with pytest.raises(ConfigError, match="is not valid TOML"):
+        load_config(path, env={})

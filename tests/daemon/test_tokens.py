@@ -352,6 +352,7 @@ def read_grants_of(folder: Path) -> object:
         ('[tokens.a]\nsha256 = "' + "0" * 64 + '"\n[tokens.b]\nsha256 = "' + "0" * 64 + '"\n', "are the same token"),
         ("tokens = 3\n", "tokens: Input"),
         ("nonsense", "not valid TOML"),
+        ("tokens = " + "[" * 100_000, "not valid TOML"),
         ("#" * (MAX_FILE_BYTES + 1), "bytes"),
         ("\udcff", "no UTF-8"),
     ],

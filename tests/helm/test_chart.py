@@ -64,6 +64,7 @@ LARGE = {
     },
     "listen": {"port": 9460},
     "tls": {"secretName": "kvtierd-tls", "clientCA": True},
+    "tokens": {"secretName": "kvtierd-tokens"},
     "metrics": {
         "port": 9999,
         "serviceMonitor": {"enabled": True, "interval": "15s", "labels": {"release": "prometheus"}},
@@ -222,6 +223,18 @@ def test_tls_comes_from_a_secret(chart: helm_python.Chart, tmp_path: Path) -> No
     assert loaded(render(chart, {}), tmp_path).server.listen is None
 
 
+def test_tokens_come_from_a_secret(chart: helm_python.Chart, tmp_path: Path) -> None:
+    manifests = render(chart, LARGE | {"config": {"server": {"unix_tokens": "admin", "allow_users": [2000]}}})
+    server = loaded(manifests, tmp_path).server
+    assert (server.unix_tokens, server.allow_users) == ("admin", [2000])
+    pod = only(manifests, "DaemonSet")["spec"]["template"]["spec"]
+    assert server.token_file is not None
+    assert server.token_file.name == "tokens.toml"
+    secret = mounts_of(daemon_of(pod), pod)[str(server.token_file.parent)]["secret"]
+    assert secret == {"secretName": "kvtierd-tokens", "defaultMode": 0o440}
+    assert loaded(render(chart, {}), tmp_path).server.token_file is None
+
+
 def test_gpus_are_seen_but_not_taken(chart: helm_python.Chart) -> None:
     pod = only(render(chart, OPEN), "DaemonSet")["spec"]["template"]["spec"]
     assert pod["runtimeClassName"] == "nvidia"
@@ -300,6 +313,7 @@ REFUSED = [
     ({"tenants": {"a": {"cpu_quota": {"of": "1GiB"}}}}, "cpu_quota"),
     ({"listen": {"port": 443}}, "port"),
     ({"tls": {"secretName": "Not_A_Name"}}, "secretName"),
+    ({"tokens": {"secretName": "Not_A_Name"}}, "secretName"),
     ({"sidecar": {"volume": "nfs"}}, "volume"),
     ({"sidecar": {"connector": {"tenant": "a"}}}, "'tenant' does not match"),
     ({"podDisruptionBudget": {"minAvailable": "50%"}}, "minAvailable"),
@@ -331,6 +345,7 @@ def test_every_section_of_the_configuration_can_be_set(chart: helm_python.Chart)
         ("server", "metrics", ":1"),
         ("server", "listen", ":2"),
         ("server", "tls_key", "/k"),
+        ("server", "token_file", "/t"),
     ],
 )
 def test_keys_that_the_chart_works_out_are_refused(chart: helm_python.Chart, section: str, key: str, value: object) -> None:

@@ -98,6 +98,9 @@ labels:
 {{- fail "tls.secretName and listen.insecure are for the API on TCP: set listen.port too, or leave them out" }}
 {{- end }}
 {{- end }}
+{{- if .Values.tokens.secretName }}
+{{- $_ := set $server "token_file" "/etc/kvtierd-tokens/tokens.toml" }}
+{{- end }}
 {{- if and .Values.tls.clientCA (not .Values.tls.secretName) }}
 {{- fail "tls.clientCA takes ca.crt of the Secret that tls.secretName names: set that too" }}
 {{- end }}
@@ -109,7 +112,7 @@ labels:
 {{- $refused := dict
   "cpu" (list "capacity" "keep")
   "nvme" (list "capacity" "reserve" "folders")
-  "server" (list "socket" "descriptor_socket" "metrics" "drain_timeout" "listen" "insecure" "tls_cert" "tls_key" "tls_client_ca") }}
+  "server" (list "socket" "descriptor_socket" "metrics" "drain_timeout" "listen" "insecure" "tls_cert" "tls_key" "tls_client_ca" "token_file") }}
 {{- range $section, $keys := $refused }}
 {{- range $key := $keys }}
 {{- if hasKey (default dict (get $.Values.config $section)) $key }}

@@ -84,6 +84,12 @@
     secretName: {{ . }}
     defaultMode: 0440
 {{- end }}
+{{- with .Values.tokens.secretName }}
+- name: kvtierd-tokens
+  secret:
+    secretName: {{ . }}
+    defaultMode: 0440
+{{- end }}
 {{- with include "kvtierd.nvmeVolumes" . | fromJsonArray }}
 {{ toYaml . }}
 {{- end }}
@@ -194,6 +200,11 @@ volumeMounts:
   {{- if .Values.tls.secretName }}
   - name: kvtierd-tls
     mountPath: /etc/kvtierd-tls
+    readOnly: true
+  {{- end }}
+  {{- if .Values.tokens.secretName }}
+  - name: kvtierd-tokens
+    mountPath: /etc/kvtierd-tokens
     readOnly: true
   {{- end }}
   {{- range $i, $volume := include "kvtierd.nvmeVolumes" . | fromJsonArray }}
