@@ -289,6 +289,7 @@ def run(config: Config) -> int:
         StartupError: it cannot start; the text says what to do.
     """
     set_up_logging(config.log)
+    os.umask(0o077)  # what it writes to disk tells of all tenants; sockets are given their permissions one by one
     try:
         return uvloop.run(Daemon(config).serve())
     except KeyboardInterrupt:

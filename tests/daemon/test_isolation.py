@@ -329,3 +329,25 @@ def test_memory_that_was_taken_back_shows_nothing_and_changes_nothing(make_daemo
         for mapping in maps:
             assert PATTERN not in mapping[:]
             mapping.close()
+
+
+# ---- files
+
+
+def test_what_is_written_to_disk_is_the_daemons_users_only(make_daemon: MakeDaemon, make_client: MakeClient) -> None:
+    inherited = os.umask(0)
+    try:
+        daemon = make_daemon(cpu={"capacity": "8MiB"}, nvme={"capacity": "16MiB"}, tenants={"victim": {"cpu_quota": "50%"}})
+    finally:
+        os.umask(inherited)
+    client = make_client(daemon, SIZE, tenant="victim")
+    assert client.save([os.urandom(32) for _ in range(20)], planted(20)).saved == 20
+    with daemon.admin() as stub:
+        stub.SetTenant(admin.SetTenantRequest(tenant="victim", reset=["cpu_quota"]))
+        assert stub.Drain(admin.DrainRequest(timeout_s=20, resume=True)).dirty_bytes == 0
+        assert stub.Checkpoint(admin.CheckpointRequest()).copies == 20
+    assert daemon.stop() == 0
+    top = daemon.folder / "nvme"
+    places = [top, *top.rglob("*")]
+    assert len(places) > 4, "segments, journal, snapshot and tenants"
+    assert {oct(place.stat().st_mode & 0o077) for place in places} == {"0o0"}
