@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 from kvtierd.client import Client
+from kvtierd.model import MAX_REALMS
 from kvtierd.testing.daemon import DaemonProcess
 from kvtierd.v1 import admin_pb2 as admin
 from kvtierd.v1 import kvtier_pb2 as pb
@@ -20,7 +21,7 @@ from tests.daemon.test_hostile import RawSession, no_session, until
 
 MakeDaemon = Callable[..., DaemonProcess]
 MakeClient = Callable[..., Client]
-PLACES = 4096
+PLACES = MAX_REALMS
 """Namespaces that a daemon keeps at one time."""
 
 
@@ -117,6 +118,8 @@ def test_names_of_clients_make_one_tidy_line(make_daemon: MakeDaemon, make_clien
     assert f"attached: {shown}, tenant default" in daemon.log()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_daemon_full_of_namespaces_says_so_and_recovers_when_they_are_unused(make_daemon: MakeDaemon) -> None:
     daemon = make_daemon(nvme={"capacity": "0"})
     session = RawSession(daemon, 4096)
