@@ -15,8 +15,9 @@ from tests.cpu.test_kept import Daemon
 class KeptTarget:
     """A core takes over; it holds the blocks that were left, or none, and every invariant."""
 
-    def __init__(self, _folder: Path) -> None:
-        self._base = Path(tempfile.mkdtemp(prefix="kvtierd-fuzz-", dir="/dev/shm"))
+    def __init__(self, folder: Path) -> None:
+        memory = Path("/dev/shm")
+        self._base = Path(tempfile.mkdtemp(prefix="kvtierd-fuzz-", dir=folder if memory in folder.parents else memory))
         first = Daemon(self._base / "template")
         first.save(range(4))
         assert first.leave() == 4

@@ -19,8 +19,6 @@ MAX_BYTES = 8192
 MEMORY_MIB = 2048
 """Peak of the process; an input that goes above it has failed."""
 HANG_S = 60
-WORK = "/dev/shm" if Path("/dev/shm").is_dir() else None
-"""Where files are tried: a disk would take most of the time."""
 
 
 def with_atheris(name: str, seconds: int) -> None:
@@ -37,7 +35,7 @@ def with_atheris(name: str, seconds: int) -> None:
         draw = random.Random(seed)
         return bytes(atheris.Mutate(draw.choice(corpus)[:max_bytes] if draw.random() < 0.5 else data, max_bytes))
 
-    with tempfile.TemporaryDirectory(dir=WORK) as work:
+    with tempfile.TemporaryDirectory() as work:
         target = TARGETS[name](Path(work))
         grown = FOUND / "corpus" / name
         grown.mkdir(parents=True, exist_ok=True)
@@ -58,7 +56,7 @@ def with_hypothesis(name: str, seconds: int) -> None:
 
     until_s = time.monotonic() + seconds
     count = 0
-    with tempfile.TemporaryDirectory(dir=WORK) as work:
+    with tempfile.TemporaryDirectory() as work:
         target = TARGETS[name](Path(work))
 
         @settings(max_examples=200, database=None, deadline=None, suppress_health_check=list(HealthCheck))
