@@ -279,7 +279,10 @@ class Space:
             return False
         pool = self._state.pools[tier]
         going = [e for i in pool.leaving if self._owner(e := pool.extents[i]) is tenant]
-        return Shares.keeps(tenant, tier, sum(e.used for e in (extent, *going)) * tenant.largest_bytes)
+        # A block goes with all of its shards, whichever extents they are in.
+        realms = self._state.realms
+        lost_bytes = sum(e.used * realms[e.group.realm_id].tier_bytes[tier] for e in (extent, *going))
+        return Shares.keeps(tenant, tier, lost_bytes)
 
     def _holds_kept(self, extent: Extent) -> bool:
         """True for an extent on NVMe with a copy that its tenant's reserve keeps."""

@@ -577,3 +577,19 @@ def test_states_are_known() -> None:
         shell.core.set_limits(shell.now, "t", limits)
         shell.core.check()
         assert bool(shares.basic(Tier.CPU)) is (limits is not None and limits.tenant_class is BASIC)
+
+
+def test_a_reserve_keeps_no_more_for_a_namespace_with_large_blocks() -> None:
+    """Goal: what a premium tenant holds above its reserve others can have, whatever else the tenant might save.
+
+    Method: it fills the tier with small blocks and has a namespace of large ones, in which it holds nothing.
+    """
+    shell = tier_shell({"p": Limits((None, None, None), (0, CPU // 2, 0), tenant_class=PREMIUM)})
+    premium, other = Engine(shell, "p"), Engine(shell, "o")
+    shell.realm(40 * BLOCK, tenant="p")
+    premium.use(*range(TIER_BLOCKS))
+    assert premium.held() == TIER_BLOCKS
+    shell.wait(1.0)
+    other.use(*range(16))
+    assert other.held() >= 8 and premium.held() >= TIER_BLOCKS // 2
+    shell.check()
