@@ -6,11 +6,13 @@ that says 1 while the daemon has confirmed that the key was evicted.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import mmap
 import os
 import random
+import signal
 import struct
 import sys
 from pathlib import Path
@@ -21,6 +23,7 @@ import numpy as np
 from kvtierd.client import Client
 from kvtierd.testing.faults.contents import OWN_KEYS, REALMS, SHARED_KEYS, Realm, own_key, shared_key
 
+PR_SET_PDEATHSIG: Final = 1
 WRONG: Final = 3
 """Exit status of a client that was given wrong bytes."""
 _PROGRESS: Final = struct.Struct("<3Q")
@@ -120,7 +123,8 @@ class CampaignClient:
 
 
 def main(realm: int, number: int, address: str, seed: str, path: str) -> None:
-    """Run until killed."""
+    """Run until killed, at the latest when the campaign has gone."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     logging.disable(logging.WARNING)  # that the daemon goes away is what is tried
     client = CampaignClient(REALMS[realm], number, address, seed, path)
     while True:
