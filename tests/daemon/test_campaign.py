@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtierd.core.slots import MIN_EXTENTS
 from kvtierd.testing.faults.campaign import run
 from kvtierd.testing.faults.disk import DiskFault, compiler
 from kvtierd.testing.faults.plan import Kind, draw
@@ -56,7 +57,7 @@ def test_a_short_soak(tmp_path: Path) -> None:
                 if any(worker.problem for worker in soak.workers):
                     break
             soak.look()
-        found = verdict(soak.samples)
+        found = verdict(soak.samples, extents_to_come=MIN_EXTENTS)
         soak.end()
     finally:
         soak.close()
