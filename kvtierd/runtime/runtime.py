@@ -36,7 +36,7 @@ from kvtierd.runtime.wallclock import WallClock
 from kvtierd.tenant_config import is_tenant_name
 from kvtierd.tiers.base import RealmInfo
 from kvtierd.tiers.cpu import CpuPool
-from kvtierd.tiers.keeper import open_keeper
+from kvtierd.tiers.keeper import Keeper
 from kvtierd.tiers.nvme import NvmeStore
 from kvtierd.tiers.tenants_file import SavedTenants
 
@@ -55,14 +55,14 @@ TAKEN_AWAY: Final = "the token {!r} was taken away, or speaks for fewer tenants;
 class Runtime:
     """One daemon's state and work."""
 
-    def __init__(self, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, config: Config, clock: Callable[[], float] = time.monotonic, keeper: Keeper | None = None) -> None:
         self.config = config
         self.now = clock
         self.wall = WallClock(clock)
         self.started_s = clock()
         self.boot_epoch = secrets.randbits(63) | 1  # no clock can make two boots look alike
         self.sessions = Sessions(config.server.max_sessions)
-        self.keeper = open_keeper(config.cpu.keep, config.cpu.capacity)
+        self.keeper = keeper
         self._cut_off: set[int] = set()
         """Extents that sessions had in use when the end came."""
         self.cpu = CpuPool(config.cpu, self.keeper.make if self.keeper else None)

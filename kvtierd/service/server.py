@@ -39,6 +39,7 @@ from kvtierd.service.peers import Peers
 from kvtierd.service.socketpath import SocketPath
 from kvtierd.service.spans import ReadSpans, open_exporter
 from kvtierd.tiers.cpu import check_limits
+from kvtierd.tiers.keeper import open_keeper
 from kvtierd.transfer.executor import MoveReport
 from kvtierd.v1 import admin_pb2, admin_pb2_grpc, kvtier_pb2
 
@@ -91,12 +92,12 @@ class Daemon:
     async def serve(self) -> int:
         """Run until a signal or a failure. Returns the exit status. Raises StartupError when it cannot start."""
         config = self.config
+        keeper = open_keeper(config.cpu.keep, config.cpu.capacity)
+        check_limits(config.cpu.capacity, held=keeper.held_bytes() if keeper else 0)
         async with contextlib.AsyncExitStack() as stack:
             self._socket.claim()
             stack.callback(self._socket.release)
-            self.runtime = Runtime(config)
-            held = self.runtime.keeper.held_bytes() if self.runtime.keeper else 0
-            check_limits(config.cpu.capacity, held=held)
+            self.runtime = Runtime(config, keeper=keeper)
             # Health is answered from the start, so that a long recovery is not taken for a hang.
             await self._start_http(stack)
             self._open_tracing(stack)
