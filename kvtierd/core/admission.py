@@ -30,7 +30,9 @@ MAX_SEEN: Final = 1 << 19
 """Forgotten blocks that are remembered, the latest; about 70 MB when there are so many."""
 NO_ROOM: Final = "no_room"
 NO_BUDGET: Final = "budget"
-REFUSALS: Final = (NO_ROOM, NO_BUDGET)
+TOO_IDLE: Final = "idle"
+"""Its TTL there has passed already."""
+REFUSALS: Final = (NO_ROOM, NO_BUDGET, TOO_IDLE)
 """Why a block is not admitted."""
 
 

@@ -11,7 +11,7 @@ import itertools
 from collections import deque
 from typing import Final
 
-from kvtierd.core.admission import Admission
+from kvtierd.core.admission import TOO_IDLE, Admission
 from kvtierd.core.block import TRANSITIONS, Block, Copy, CopyState
 from kvtierd.core.commands import Command, Forget, Move, Renew, SpaceFreed
 from kvtierd.core.expiry import Expiries
@@ -248,7 +248,7 @@ class CoreState:
         lru = copy.lru
         assert lru is not None
         lru.remove(copy)
-        if self.admission.enabled and any(lru is lane.refused for lane in copy.block.realm.orders[copy.tier].lanes):
+        if self.refused_bytes[copy.tier] and any(lru is lane.refused for lane in copy.block.realm.orders[copy.tier].lanes):
             self.refused_bytes[copy.tier] -= copy.block.realm.tier_bytes[copy.tier]
 
     def touch(self, now: float, blocks: list[Block]) -> None:
@@ -314,11 +314,17 @@ class CoreState:
 
     def refusal(self, now: float, copy: Copy) -> str:
         """Why NVMe does not take the block of a copy that is to be written down; "" when it does."""
-        if not self.admission.enabled or self.turns.lower(copy.tier) is not Tier.NVME:
+        if self.turns.lower(copy.tier) is not Tier.NVME:
+            return ""
+        realm = copy.block.realm
+        ttl_s = self.turns.ttl_s(realm, Tier.NVME)
+        if ttl_s is not None and now - realm.orders[copy.tier].rank_s(copy) >= ttl_s:
+            return TOO_IDLE  # it would be forgotten as soon as it is there
+        if not self.admission.enabled:
             return ""
         pool = self.pools[Tier.NVME]
         room_bytes = pool.capacity_bytes - pool.used_bytes
-        return self.admission.refusal(now, copy.block, copy.block.realm.tier_bytes[Tier.NVME], room_bytes)
+        return self.admission.refusal(now, copy.block, realm.tier_bytes[Tier.NVME], room_bytes)
 
     def refuse(self, copy: Copy) -> None:
         """NVMe does not take this copy's block: keep it as long as nobody needs the room."""

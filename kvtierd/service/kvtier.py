@@ -93,6 +93,11 @@ class KvTierServicer(kvtier_pb2_grpc.KvTierServiceServicer):
         self.streams.add(task)
         try:
             await self._serve(context, "Attach", AttachStream(self._rt, self._calls, self._metrics, context).run)
+        except asyncio.CancelledError:
+            if not self._rt.stopping:
+                raise
+            # A cancelled handler leaves its call open, and the server would wait for its end.
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the daemon is shutting down")
         finally:
             self.streams.discard(task)
 

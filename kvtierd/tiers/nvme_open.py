@@ -94,10 +94,14 @@ def _agree_on_pool(folders: Sequence[Folder]) -> PoolFile:
             "together, or empty one of them"
         )
     realms: dict[int, RealmInfo] = {}
+    disputed: set[int] = set()
     for _, pool, _ in found:
         for realm in pool.realms if pool else ():
             if realms.setdefault(realm.realm_id, realm) != realm:
-                raise StartupError(f"nvme folders disagree about realm {realm.realm_id}: empty the one that was not used last")
+                disputed.add(realm.realm_id)
+    for realm_id in sorted(disputed):  # a disk that lost what it had called written, or a folder that was away
+        log.error("nvme folders disagree about whose blocks those of realm %d are: they are dropped", realm_id)
+        del realms[realm_id]
     # Of two with the same identity the earlier was forgotten, as it held nothing, and the later took its place.
     latest = {(r.tenant, r.namespace.fingerprint(), r.shared): r for _, r in sorted(realms.items())}
     merged = PoolFile(next(iter(ids), None) or new_pool_id(), list(latest.values()))

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from kvtierd.errors import StartupError
 from kvtierd.model import Result, slot_id
 from kvtierd.tiers.base import RealmInfo
 from kvtierd.tiers.nvme import SPARE_REALMS, NvmeStore
@@ -150,16 +149,22 @@ def test_folders_tell_each_other_what_one_missed(tmp_path: Path) -> None:
     store.close()
 
 
-def test_folders_that_disagree_are_refused(tmp_path: Path) -> None:
+def test_what_folders_disagree_about_is_dropped_and_its_id_not_used_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Two tenants under one id: a disk has lost what it had called written. Nobody may get the other's blocks."""
     folders = [tmp_path / "a", tmp_path / "b"]
     store, _ = open_store(config_for(*folders))
+    store.register_realm(realm(1))
     store.close()
-    for folder, tenant in zip(folders, ("x", "y"), strict=True):
+    for number, (folder, tenant) in enumerate(zip(folders, ("x", "y"), strict=True), 1):
         store, _ = open_store(config_for(folder))
-        store.register_realm(realm(1, tenant))
+        store.register_realm(realm(2, tenant))
+        save(store, realm(2, tenant), extent_id=number)
         store.close()
-    with pytest.raises(StartupError, match="disagree about realm 1"):
-        NvmeStore.open(config_for(*folders))
+    store, recovered = open_store(config_for(*folders))
+    assert recovered.realms == [realm(1)] and list(recovered.blocks) == []
+    assert "disagree about whose blocks those of realm 2 are" in caplog.text
+    assert recovered.next_realm_id > 2
+    store.close()
 
 
 def test_few_forgotten_realms_stay_and_many_are_written_out(tmp_path: Path) -> None:
