@@ -172,12 +172,15 @@ def test_aborted(moment: str, kind: dict[str, Any], engines: Engines) -> None:
 def test_preempted_and_resumed(kind: dict[str, Any], engines: Engines) -> None:
     """Requests that do not fit together push each other out, and come back with what was saved of them."""
     engine = engines(blocks=30 if kind.get("groups") else 18, save_decode=True, **kind)
-    names = [f"r{n}" for n in range(6)]
-    for name in names:
-        engine.add(name, fresh(80), 200)
-    engine.run(*names)
-    right(engine, *names)
-    assert sum(engine.requests[name].num_preemptions for name in names)
+    for wave in range(8):
+        names = [f"r{wave} {n}" for n in range(6)]
+        for name in names:
+            engine.add(name, fresh(80), 200)
+        engine.run(*names)
+        right(engine, *names)
+        assert sum(engine.requests[name].num_preemptions for name in names)
+        if engine.counts["loads|ok"]:
+            break  # saves are behind the steps: at times none is done before its request comes back
     assert engine.counts["loads|ok"] > 0
 
 
