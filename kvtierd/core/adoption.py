@@ -95,5 +95,4 @@ def adopt_copies(state: CoreState, now: float, realm: Realm, rows: Iterable[Reco
             pool.used_bytes += extent.slot_bytes
         state.set_state(now, Copy(block, Tier.CPU, slots[0] if len(slots) == 1 else slots), CopyState.READY, "recover")
         taken += 1
-    state.turns.changed(realm, Tier.CPU)
     return taken

@@ -396,8 +396,7 @@ class TierCore:
         pool.next_extent_id = max(pool.next_extent_id, next_extent_id)
         self.state.next_generation = max(self.state.next_generation, next_generation)
         self._next_realm_id = max(self._next_realm_id, next_realm_id)
-        for tenant in self.state.tenants.values():
-            self._mover.limited(tenant)  # its quota may have become less meanwhile
+        self._limits_may_be_less()
 
     def recover_blocks(self, now: float, rows: Iterable[Recovered]) -> list[Recovered]:
         """Take over blocks found on NVMe. Returns those whose key is there already: either copy has the same bytes.
@@ -421,6 +420,10 @@ class TierCore:
     def memory_recovered(self) -> None:
         """End the recovery of memory, as :meth:`recovered` does that of NVMe."""
         self.state.pools[Tier.CPU].adopted()
+        self._limits_may_be_less()
+
+    def _limits_may_be_less(self) -> None:
+        """Quotas may have been cut while nobody served."""
         for tenant in self.state.tenants.values():
             self._mover.limited(tenant)
 

@@ -20,7 +20,7 @@ from kvtierd.core.tickets import SaveTicket, Session
 from kvtierd.core.tier_core import TierCore
 from kvtierd.errors import RequestError
 from kvtierd.memory import punch
-from kvtierd.model import NO_END, Namespace, Tier, slot_extent, slot_index
+from kvtierd.model import Namespace, Tier, slot_extent, slot_index
 from kvtierd.runtime.wallclock import WallClock
 from kvtierd.tiers.base import RealmInfo
 from kvtierd.tiers.cpu import CpuPool
@@ -90,8 +90,8 @@ def _kept_realm(realm: Realm, quiet: set[int], cpu: CpuPool, clock: WallClock) -
             continue
         slots = copy.all_slots()
         shards.update((slot_extent(slot), shard) for shard, slot in enumerate(slots))
-        end_s = block.expires_s if block.expires_s == NO_END else clock.on_wall(block.expires_s)
-        kept.copies.append(KeptCopy(block.key, slots, end_s, digest_of([cpu.view(slot) for slot in slots])))
+        digest = digest_of([cpu.view(slot) for slot in slots])
+        kept.copies.append(KeptCopy(block.key, slots, clock.on_wall(block.expires_s), digest))
     for extent_id, shard in shards.items():
         slot_bytes = realm.slot_bytes[shard]
         kept.extents.append(KeptExtent(extent_id, shard, slot_bytes, cpu.size_bytes(extent_id) // slot_bytes))
@@ -149,7 +149,7 @@ async def _take_realm(
         core.recover_memory(realm, extent.extent_id, extent.shard, extent.slot_count)
     now = clock.now()
     good = await asyncio.to_thread(_verified, cpu, realm, kept, {e.extent_id: e for e in kept.extents})
-    rows = [(c.key, c.slots, c.expires_wall_s if c.expires_wall_s == NO_END else clock.on_core(c.expires_wall_s)) for c in good]
+    rows = [(c.key, c.slots, clock.on_core(c.expires_wall_s)) for c in good]
     return core.recover_copies(now, realm, [row for row in rows if row[2] > now])
 
 

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from kvtierd.tiers.folder import Folder
-from kvtierd.tiers.json_file import checksum, read_json
+from kvtierd.tiers.json_file import checked, checksum, read_json
 
 log = logging.getLogger(__name__)
 
@@ -58,9 +58,8 @@ def load_budget(folders: Sequence[Folder]) -> SavedBudget | None:
 def _read(path: str) -> SavedBudget | None:
     try:
         content = read_json(path)
-        body = {key: value for key, value in content.items() if key != "checksum"}
-        if content.get("checksum", checksum(body)) != checksum(body):  # files written before it had one are taken as they are
-            raise ValueError("its checksum is wrong")
+        if "checksum" in content:  # files written before it had one are taken as they are
+            content = checked(content)
         of_tenants = {str(name): float(left) for name, left in content.get("of_tenants", {}).items()}
         saved = SavedBudget(float(content["left_bytes"]), float(content["at_wall_s"]), of_tenants)
     except FileNotFoundError:

@@ -195,6 +195,16 @@ class Folder:
         os.rename(self.file(name), self.file(f"{name}.{suffix}-{number}"))
         log.error("%s %s; renamed to %s.%s-%d and not used", self.file(name), problem, name, suffix, number)
 
+    def replace(self, name: str, data: bytes) -> None:
+        """Put a small file in the place of the one of this name, atomically and durably. Raises OSError."""
+        path = self.file(name)
+        with open(path + ".tmp", "wb") as f:
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+        os.rename(path + ".tmp", path)
+        self.sync()
+
     def sync(self) -> None:
         """Make renames in the folder durable."""
         fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

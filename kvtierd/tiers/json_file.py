@@ -51,6 +51,14 @@ def checksum(body: object) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
 
 
+def checked(content: Mapping[str, Any]) -> dict[str, Any]:
+    """What a file says beside its checksum, which covers it. Raises KeyError when it has none, ValueError when it is wrong."""
+    body = {key: value for key, value in content.items() if key != "checksum"}
+    if content["checksum"] != checksum(body):
+        raise ValueError("its checksum is wrong")
+    return body
+
+
 def seal(content: Mapping[str, Any]) -> str:
     """Covers the version of ``pool.json``, so that another version is told from a damaged one. The same in every version."""
     return checksum([content["format_version"], content["checksum"]])

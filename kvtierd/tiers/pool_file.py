@@ -18,7 +18,7 @@ from kvtierd.errors import RequestError
 from kvtierd.model import FORMAT_VERSION, Namespace
 from kvtierd.tiers.base import RealmInfo
 from kvtierd.tiers.folder import Folder
-from kvtierd.tiers.json_file import checksum, parse_object, read_json, read_plain, seal
+from kvtierd.tiers.json_file import checked, checksum, parse_object, read_json, read_plain, seal
 from kvtierd.tiers.record import MAX_REALM_ID, POOL_ID_BYTES
 
 log = logging.getLogger(__name__)
@@ -68,13 +68,7 @@ def save_pool(folder: Folder, pool: PoolFile) -> None:
     body = {"pool_id": pool.pool_id.hex(), "realms": [realm_to(r) for r in pool.realms]}
     content = {"format_version": FORMAT_VERSION, "pool": body, "checksum": checksum(body)}
     content["seal"] = seal(content)
-    final = folder.file(POOL_NAME)
-    with open(final + ".tmp", "wb") as f:
-        f.write(json.dumps(content).encode())
-        f.flush()
-        os.fsync(f.fileno())
-    os.rename(final + ".tmp", final)
-    folder.sync()
+    folder.replace(POOL_NAME, json.dumps(content).encode())
     # A crash before this leaves realms that are in pool.json too, or that nobody needs any more.
     if os.path.isfile(folder.file(LOG_NAME)):
         os.unlink(folder.file(LOG_NAME))
@@ -107,9 +101,7 @@ def _read_log(folder: Folder, pool_id: bytes) -> list[RealmInfo]:
     realms = []
     for line in filter(None, lines):
         try:
-            body = parse_object(line)
-            if body.pop("checksum") != checksum(body):
-                raise ValueError("its checksum is wrong")
+            body = checked(parse_object(line))
             realm = realm_from(body["realm"]) if body["pool_id"] == pool_id.hex() else None
         except (ValueError, KeyError, TypeError, AttributeError) as e:
             log.warning("a line of %s is damaged (%s) and passed over: the blocks of that namespace are dropped", path, e)

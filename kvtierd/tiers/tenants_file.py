@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from kvtierd.errors import Reason, RequestError
 from kvtierd.tiers.folder import Folder
-from kvtierd.tiers.json_file import checksum, read_json
+from kvtierd.tiers.json_file import checked, checksum, read_json
 
 log = logging.getLogger(__name__)
 
@@ -39,16 +38,10 @@ def save_tenants(folders: Sequence[Folder], saved: SavedTenants) -> None:
     text = json.dumps(body | {"checksum": checksum(body)}, indent=1)
     problems = []
     for folder in folders:
-        path = folder.file(NAME)
         try:
-            with open(path + ".tmp", "w", encoding="ascii") as f:
-                f.write(text)
-                f.flush()
-                os.fsync(f.fileno())
-            os.rename(path + ".tmp", path)
-            folder.sync()
+            folder.replace(NAME, text.encode())
         except OSError as e:
-            log.warning("the limits of tenants cannot be kept in %s: %s", path, e)
+            log.warning("the limits of tenants cannot be kept in %s: %s", folder.file(NAME), e)
             problems.append(e.strerror or str(e))
     if len(problems) == len(folders):
         raise RequestError(Reason.IO, f"nothing was changed: no nvme folder could keep it ({problems[-1]}); see the daemon's log")
@@ -62,10 +55,7 @@ def load_tenants(folders: Sequence[Folder]) -> SavedTenants | None:
 
 def _read(folder: Folder) -> SavedTenants | None:
     try:
-        content = read_json(folder.file(NAME))
-        body = {key: value for key, value in content.items() if key != "checksum"}
-        if content["checksum"] != checksum(body):
-            raise ValueError("its checksum is wrong")
+        body = checked(read_json(folder.file(NAME)))
         if body["version"] != VERSION:
             _set_aside(folder, f"has version {body['version']!r}, this program knows {VERSION}", "old-format")
             return None

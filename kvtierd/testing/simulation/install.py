@@ -24,7 +24,6 @@ from kvtierd.tiers import (
     pool_file,
     segments,
     slot_io,
-    tenants_file,
 )
 from kvtierd.transfer import executor
 
@@ -49,9 +48,9 @@ def installed(world: World, system: SimOs) -> Iterator[None]:
 
 def _replacements(world: World, system: SimOs) -> Iterator[tuple[types.ModuleType, str, Any]]:
     threading = SimThreading(world)
-    for module in (io_engine, folder, nvme_open, segments, journal, log_file, json_file, budget_file, pool_file, tenants_file):
+    for module in (io_engine, folder, nvme_open, segments, journal, log_file, json_file, budget_file, pool_file):
         yield module, "os", system
-    for module in (folder, journal, log_file, json_file, budget_file, pool_file, tenants_file):
+    for module in (folder, journal, log_file, json_file, budget_file, pool_file):
         yield module, "open", system.open_file
     for module in (folder, segments, journal, slot_io, nvme, executor):
         yield module, "threading", threading
