@@ -19,5 +19,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name)
 def test_a_bug_is_found(mutation: Mutation) -> None:
     mutation.made()  # in a process of the campaign a mistake would only be seen as silence
-    with closing(outcomes(range(mutation.seeds), len(os.sched_getaffinity(0)), mutation.apply)) as found:
-        assert any(not outcome.ok for outcome in found), f"not found within {mutation.seeds} seeds"
+    seeds = range(mutation.first, mutation.first + mutation.seeds)
+    with closing(outcomes(seeds, len(os.sched_getaffinity(0)), mutation.apply)) as found:
+        assert any(not outcome.ok for outcome in found), f"not found by seeds {seeds.start} to {seeds.stop - 1}"
