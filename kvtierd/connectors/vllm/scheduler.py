@@ -355,11 +355,14 @@ class SchedulerSide:
         if ctx is None or saves is None:
             return
         for job_id, report in meta.loads.items():
-            self._loads.report(job_id, report)
+            try:
+                self._loads.report(job_id, report)
+            except Exception:  # the other reports count all the same; a load without one has failed
+                self._failed("the report of a load")
         for save_id, report in meta.saves.items():
             try:
                 saves.report(save_id, report)
-            except Exception:  # the other reports count all the same
+            except Exception:
                 saves.abandon(save_id)
                 self._failed("the report of a save")
         ctx.gate.step(tokens, seconds)
