@@ -41,7 +41,7 @@ class SocketPath:
         self._private = private
         self._fix = f"set {key} to another path"
         self._lock = -1
-        self._identity: tuple[int, int] | None = None
+        self._identity: tuple[int, int, int] | None = None
         self._maker: Path | None = None
 
     def claim(self) -> None:
@@ -87,14 +87,17 @@ class SocketPath:
 
     def bound(self) -> None:
         """Note that the file at the path is one's own now. Raises OSError."""
+        self._identity = self._found()
+
+    def _found(self) -> tuple[int, int, int]:
+        """Which file is at the path. The time is told apart too: the number of a file that is gone is given out again."""
         info = self.path.lstat()
-        self._identity = (info.st_dev, info.st_ino)
+        return info.st_dev, info.st_ino, info.st_ctime_ns
 
     def release(self) -> None:
         """Remove the file, if it is still one's own, and let others have the path."""
         with contextlib.suppress(OSError):
-            info = self.path.lstat()
-            if (info.st_dev, info.st_ino) == self._identity:
+            if self._found() == self._identity:
                 self.path.unlink()
         if self._maker is not None:
             self._maker.unlink(missing_ok=True)

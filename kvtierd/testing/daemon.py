@@ -102,8 +102,9 @@ class DaemonProcess:
 
     @contextlib.contextmanager
     def admin(self) -> Iterator[admin_pb2_grpc.KvTierAdminServiceStub]:
-        """A stub of the admin API."""
-        with grpc.insecure_channel(self.address, options=[("grpc.max_receive_message_length", 64 << 20)]) as channel:
+        """A stub of the admin API, on a connection of its own: one kept from before may lead to a former daemon at this address."""
+        options = [("grpc.max_receive_message_length", 64 << 20), ("grpc.use_local_subchannel_pool", 1)]
+        with grpc.insecure_channel(self.address, options=options) as channel:
             shown = _Shows(self.token) if self.token else None
             yield admin_pb2_grpc.KvTierAdminServiceStub(channel if shown is None else grpc.intercept_channel(channel, shown))
 
