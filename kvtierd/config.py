@@ -223,7 +223,12 @@ class ServerConfig(_Section):
     max_sessions: int = Field(1024, ge=1, le=65536, description="Most sessions at one time.")
     max_concurrent_calls: int = Field(1024, ge=1, le=1_000_000, description="Most calls in progress; more are refused at once.")
     max_tickets: int = Field(4096, ge=1, le=1_000_000, description="Most open tickets of one session.")
-    max_ticket_share: float = Field(0.5, gt=0, le=1, description="Most of the CPU tier that one session's tickets may hold.")
+    max_ticket_share: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="Most of the CPU tier for one session's tickets; most of a tier, and of a tenant's part of it, for pins.",
+    )
     max_deadline: Duration = Field(300.0, description="Longest deadline or wait of a call; at most 1 day.")
     drain_timeout: Duration = Field(30.0, description="Longest time that a SIGTERM waits for blocks to reach NVMe.")
 

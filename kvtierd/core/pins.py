@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from kvtierd.core.alarms import Alarms
 from kvtierd.core.block import ready_copy
-from kvtierd.core.realm import Realm
+from kvtierd.core.realm import Realm, Tenant
 from kvtierd.core.state import CoreState
 from kvtierd.core.tickets import PinTicket
 from kvtierd.errors import Reason, RequestError
+from kvtierd.model import Tier
 
 
 class Pins:
@@ -19,13 +20,16 @@ class Pins:
         self.open: dict[int, PinTicket] = {}
         """By ticket id."""
 
-    def pin(self, now: float, realms: list[Realm], keys: list[bytes], expires_s: float) -> PinTicket:
+    def pin(
+        self, now: float, realms: list[Realm], keys: list[bytes], expires_s: float, *, tenant: Tenant | None = None
+    ) -> PinTicket:
         """Keep the fastest copy of each held key in place until ``expires_s`` (a time, not a duration).
 
-        The realms are one tenant's when a client asks; an operator may name several.
+        The realms are one tenant's when a client asks, and the pin counts against what that tenant may pin. An operator may name
+        several; those pins count only among all.
 
         Raises:
-            RequestError: LIMIT when pins would hold more than their share of a tier.
+            RequestError: LIMIT when pins would hold more than their part of a tier.
         """
         state = self._state
         found = dict.fromkeys(realm.index.get(key) for realm in realms for key in keys)  # shared realms find one block twice
@@ -34,20 +38,41 @@ class Pins:
         for copy in copies:
             size[copy.tier] += copy.block.realm.tier_bytes[copy.tier]
         for tier in state.tiers:
-            held = sum(p.size_bytes[tier] for p in self.open.values())
-            limit = int(state.config.max_ticket_share * state.config.capacity_bytes[tier])
-            if size[tier] and held + size[tier] > limit:
-                would = held + size[tier]
-                raise RequestError(
-                    Reason.LIMIT, f"pins would hold {would} bytes of {tier.name}; at most {limit}: unpin or pin fewer keys"
-                )
-        ticket = PinTicket(next(state.ids), {r.tenant.name for r in realms}, copies, expires_s, size)
+            if size[tier]:
+                self._check_room(tier, size[tier], tenant)
+        ticket = PinTicket(next(state.ids), {r.tenant.name for r in realms}, copies, expires_s, size, tenant)
         for copy in copies:
             state.pin(copy)
         if copies:
             self.open[ticket.ticket_id] = ticket
             self._alarms.set(expires_s, ticket.ticket_id)
         return ticket
+
+    def _check_room(self, tier: Tier, size_bytes: int, tenant: Tenant | None) -> None:
+        """Raise RequestError LIMIT when so much more would be too much of a tier, for its tenant or for all."""
+        state = self._state
+        part = state.config.max_ticket_share
+        own = held = size_bytes
+        for ticket in self.open.values():
+            held += ticket.size_bytes[tier]
+            if ticket.tenant is tenant:
+                own += ticket.size_bytes[tier]
+        if tenant is not None:
+            entitled = state.shares.share_bytes(tenant, tier)
+            quota = tenant.limits.quota(tier)
+            name, what = ("share", "policy.fair_share") if quota is None or quota >= entitled else ("quota", "its quota")
+            limit = int(part * (entitled if name == "share" else quota or 0))
+            if own > limit:
+                raise RequestError(
+                    Reason.LIMIT,
+                    f"pins of tenant {tenant.name!r} would hold {own} bytes of {tier.name}; at most {limit}, {part:.0%} of its "
+                    f"{name}: unpin or pin fewer keys, or have an operator pin them or raise {what}",
+                )
+        limit = int(part * state.config.capacity_bytes[tier])
+        if held > limit:
+            raise RequestError(
+                Reason.LIMIT, f"all pins would hold {held} bytes of {tier.name}; at most {limit}: unpin or pin fewer keys"
+            )
 
     def unpin(self, now: float, ticket_id: int, tenant: str | None) -> None:
         """Take a pin back. Raises RequestError UNKNOWN_TICKET when it expired, or is another tenant's."""

@@ -21,7 +21,7 @@ class CoreConfig:
     max_tickets: int = 4096
     """Of one session."""
     max_ticket_share: float = 0.5
-    """Of CPU memory, for one session's tickets; and for all pins together."""
+    """Of CPU memory, for one session's tickets; of a tier, for all pins; of a tenant's share or quota, for its own pins."""
     max_realms: int = MAX_REALMS
     """Places for realms; those without blocks and sessions give theirs up when all are taken."""
     retry_s: float = 5.0

@@ -11,7 +11,7 @@ from enum import IntEnum
 from typing import Final
 
 from kvtierd.core.block import Block, Copy
-from kvtierd.core.realm import Realm
+from kvtierd.core.realm import Realm, Tenant
 from kvtierd.errors import Reason, RequestError
 
 GRANTED: Final = 1
@@ -122,6 +122,8 @@ class PinTicket:
     expires_s: float
     size_bytes: list[int]
     """By tier."""
+    tenant: Tenant | None
+    """Who has pinned them; None for an operator."""
 
 
 @dataclass(frozen=True, slots=True)

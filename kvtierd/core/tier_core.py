@@ -21,7 +21,7 @@ from kvtierd.core.limits import NO_LIMITS, Limits
 from kvtierd.core.movement import Mover
 from kvtierd.core.pins import Pins
 from kvtierd.core.reads import Reads
-from kvtierd.core.realm import Realm
+from kvtierd.core.realm import Realm, Tenant
 from kvtierd.core.saves import WHOLE, Request, Saves
 from kvtierd.core.settings import CoreConfig
 from kvtierd.core.space import Space
@@ -282,9 +282,11 @@ class TierCore:
         """Open pins by ticket id."""
         return self._pins.open
 
-    def pin(self, now: float, realms: list[Realm], keys: list[bytes], expires_s: float) -> PinTicket:
+    def pin(
+        self, now: float, realms: list[Realm], keys: list[bytes], expires_s: float, *, tenant: Tenant | None = None
+    ) -> PinTicket:
         """See :meth:`Pins.pin`."""
-        return self._pins.pin(now, realms, keys, expires_s)
+        return self._pins.pin(now, realms, keys, expires_s, tenant=tenant)
 
     def unpin(self, now: float, ticket_id: int, tenant: str | None = None) -> None:
         """See :meth:`Pins.unpin`."""

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from kvtierd.config import MAX_TENANT_NAME, Config
 from kvtierd.core.block import Block, CopyState
-from kvtierd.core.realm import Realm
+from kvtierd.core.realm import Realm, Tenant
 from kvtierd.core.saves import BUSY, WHOLE, Request
 from kvtierd.core.tickets import PinTicket, ReadTicket, SaveGrant
 from kvtierd.core.tier_core import TierCore
@@ -447,9 +447,9 @@ class Runtime:
                 raise RequestError(Reason.IO, f"{text}; evict again when the NVMe folder can be written") from e
         return evicted
 
-    def pin(self, realms: list[Realm], keys: list[bytes], expires_s: float) -> PinTicket:
-        """Keep copies in place for ``expires_s`` seconds."""
-        ticket = self.core.pin(self.now(), realms, keys, self.now() + expires_s)
+    def pin(self, realms: list[Realm], keys: list[bytes], expires_s: float, *, tenant: Tenant | None = None) -> PinTicket:
+        """Keep copies in place for ``expires_s`` seconds, on behalf of a tenant or (None) an operator."""
+        ticket = self.core.pin(self.now(), realms, keys, self.now() + expires_s, tenant=tenant)
         self.apply()
         if decisions.wanted():
             decisions.tell(

@@ -280,7 +280,7 @@ class Calls:
     async def pin(self, attached: Attached, request: pb.PinRequest) -> pb.PinResponse:
         """See ``KvTierService.Pin``."""
         realm = await self.realm(attached, request.tenant)
-        ticket = self._rt.pin([realm], split_keys(request.keys), checked_expiry(request.expires_s))
+        ticket = self._rt.pin([realm], split_keys(request.keys), checked_expiry(request.expires_s), tenant=realm.tenant)
         return pb.PinResponse(boot_epoch=self._epoch, ticket=ticket.ticket_id if ticket.copies else 0, pinned=len(ticket.copies))
 
     def undo_pin(self, answer: pb.PinResponse) -> None:

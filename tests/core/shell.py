@@ -416,7 +416,7 @@ class Shell:
 
     def pin(self, realm: Realm, keys: list[bytes], wait_s: float = 10.0) -> PinTicket:
         """Pin keys."""
-        ticket = self.core.pin(self.now, [realm], keys, self.now + wait_s)
+        ticket = self.core.pin(self.now, [realm], keys, self.now + wait_s, tenant=realm.tenant)
         self.run()
         return ticket
 

@@ -276,7 +276,7 @@ def test_quota_on_nvme_does_not_hold_up_others() -> None:
     tight, free = shell.realm(4096, tenant="q"), shell.realm(4096, tenant="f")
     mine, other = shell.attach(tight), shell.attach(free)
     on_nvme(shell, mine, tight, keys(1))
-    shell.pin(tight, keys(1), wait_s=10_000)
+    assert shell.core.pin(shell.now, [tight], keys(1), shell.now + 10_000).copies  # by an operator
     shell.put(mine, tight, keys(2))
     shell.now = 1.0
     shell.put(other, free, keys(3))

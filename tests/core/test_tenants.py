@@ -16,6 +16,7 @@ from kvtierd.core.realm import Realm
 from kvtierd.core.saves import HELD, QUOTA
 from kvtierd.core.shares import WANT_S
 from kvtierd.core.tickets import GRANTED
+from kvtierd.errors import Reason, RequestError
 from kvtierd.model import Result, Tier
 from tests.core.shell import Shell, config, key_of
 from tests.core.test_load import keys
@@ -284,6 +285,35 @@ def test_quota_of_nothing() -> None:
     assert shell.collect(ticket) == ([], True), "no memory to load into: a miss"
     shell.core.set_limits(shell.now, "free", None)
     assert shell.get(free.session, free.realm, keys(1, 2)) == [0, 1]
+    shell.check()
+
+
+@pytest.mark.parametrize(
+    ("limits", "most"),
+    [
+        (Limits(), 32),
+        (Limits((None, 20 * BLOCK, None)), 10),
+        (Limits((None, 100 * BLOCK, None)), 32),
+        (Limits(reserve_bytes=(0, 80 * BLOCK, 0), tenant_class=PREMIUM), 40),
+    ],
+)
+def test_a_tenant_pins_half_of_what_is_its_own(limits: Limits, most: int) -> None:
+    """Goal: pins of a tenant hold half of its share or quota, whichever is less; an operator's count for no tenant.
+
+    Method: 128 blocks of room, one tenant that holds as many as it may; pinned one by one, then taken back.
+    """
+    shell = Shell(config(cpu=CPU, nvme=0, extent=8 * BLOCK, free_target=0.0), {"one": limits})
+    one = Engine(shell, "one")
+    flood(one, 0, 100)
+    held = [n for n in range(100) if shell.tiers(one.realm, key_of(n))]
+    pins = [shell.pin(one.realm, keys(n), 100.0) for n in held[:most]]
+    with pytest.raises(RequestError, match="pins of tenant 'one' would hold") as error:
+        shell.pin(one.realm, keys(held[most]), 100.0)
+    assert error.value.reason is Reason.LIMIT
+    operators = shell.core.pin(shell.now, [one.realm], keys(*held[most : most + 4]), shell.now + 100.0)
+    assert len(operators.copies) == 4
+    shell.core.unpin(shell.now, pins[0].ticket_id, "one")
+    assert shell.pin(one.realm, keys(held[-1]), 100.0).copies, "what was taken back counts no more"
     shell.check()
 
 

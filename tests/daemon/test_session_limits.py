@@ -88,15 +88,19 @@ def test_what_loads_hold_counts_as_slots(make_daemon: MakeDaemon, make_client: M
 
 def test_pins_hold_so_much(make_daemon: MakeDaemon, make_client: MakeClient) -> None:
     daemon = make_daemon(cpu={"capacity": "4MiB", "extent": "1MiB"}, nvme={"capacity": "0"})
-    client = make_client(daemon, SIZE)
-    keys = [os.urandom(32) for _ in range(40)]
-    for start in range(0, 40, 10):
-        assert client.save(keys[start : start + 10], [bytes(SIZE)] * 10).saved == 10
-    assert client.pin(keys[:30], 60).pinned == 30
-    for more in (keys[30:34], keys[:4]):  # whoever pins a block once more counts too
-        with pytest.raises(RequestError, match="unpin or pin fewer keys") as caught:
-            client.pin(more, 60)
+    one, other, third = (make_client(daemon, SIZE, tenant=name) for name in ("one", "other", "third"))
+    keys = [os.urandom(32) for _ in range(16)]
+    for client in (one, other, third):
+        for part in (keys[:8], keys[8:]):
+            assert client.save(part, [bytes(SIZE)] * 8).saved == 8
+    assert one.pin(keys[:13], 60).pinned == 13
+    for more in (keys[12:], keys[:4]):  # whoever pins a block once more counts too
+        with pytest.raises(RequestError, match=r"pins of tenant 'one' .* unpin or pin fewer keys, or") as caught:
+            one.pin(more, 60)
         assert caught.value.reason is Reason.LIMIT
+    assert other.pin(keys[:14], 60).pinned == 14, "what one tenant pins leaves others theirs"
+    with pytest.raises(RequestError, match=r"all pins would hold .* unpin or pin fewer keys"):
+        third.pin(keys[:8], 60)
 
 
 def test_a_stream_has_so_many_calls_that_wait(make_daemon: MakeDaemon, make_client: MakeClient) -> None:

@@ -285,7 +285,8 @@ class Client:
 
     async def _pin(self, attached: Attached) -> None:
         keys = self._some_keys()
-        pin = self._runtime.pin([attached.core.realm], keys, self._world.random.uniform(0.1, 5.0))
+        realm = attached.core.realm
+        pin = self._runtime.pin([realm], keys, self._world.random.uniform(0.1, 5.0), tenant=realm.tenant)
         self._note(f"pin {_span(keys)}: ticket {pin.ticket_id}, {len(pin.copies)} copies")
         if pin.copies:
             self._pins.append(pin.ticket_id)
