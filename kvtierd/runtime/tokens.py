@@ -91,6 +91,15 @@ class _File(BaseModel):
     tokens: dict[str, _Entry] = Field(default_factory=dict, max_length=MAX_TOKENS)
 
 
+def stamp_of(path: Path) -> Stamp:
+    """What tells that a file was changed or replaced; empty when it cannot be looked at."""
+    try:
+        info = path.stat()
+    except OSError:
+        return ()
+    return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns
+
+
 def digest_of(token: str) -> bytes:
     """SHA-256 of a token's text."""
     return hashlib.sha256(token.encode(errors="surrogateescape")).digest()
@@ -141,7 +150,7 @@ class Tokens:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._stamp = self._look()
+        self._stamp = stamp_of(path)
         self.grants: Mapping[str, Grant] = read_grants(path)
 
     def find(self, token: str) -> Grant | None:
@@ -161,7 +170,7 @@ class Tokens:
 
     def refresh(self) -> bool:
         """Read the file again if it has changed. A file that cannot be read changes nothing. Returns whether anything changed."""
-        stamp = self._look()
+        stamp = stamp_of(self._path)
         if stamp == self._stamp:
             return False
         self._stamp = stamp
@@ -181,10 +190,3 @@ class Tokens:
             await asyncio.sleep(CHECK_S)
             if await asyncio.to_thread(self.refresh):
                 changed()
-
-    def _look(self) -> Stamp:
-        try:
-            info = self._path.stat()
-        except OSError:
-            return ()
-        return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns

@@ -20,13 +20,14 @@ from grpc_reflection.v1alpha import reflection
 from kvtierd import __version__, tracing
 from kvtierd.config import Config, ServerConfig
 from kvtierd.core.stats import StatsSnapshot
-from kvtierd.errors import StartupError
+from kvtierd.errors import ConfigError, StartupError
 from kvtierd.model import Tier
 from kvtierd.runtime import Runtime
 from kvtierd.service.admin import AdminServicer
 from kvtierd.service.admission import Admission
 from kvtierd.service.authority import RuntimeAuthority
 from kvtierd.service.calls import Calls
+from kvtierd.service.certificates import Certificates
 from kvtierd.service.decoding import DecodingServer
 from kvtierd.service.door import Door
 from kvtierd.service.event_publisher import EventPublisher
@@ -61,6 +62,7 @@ class Daemon:
         self._spans = ReadSpans()
         self._admission = Admission(config.server.max_concurrent_calls)
         self.runtime: Runtime
+        self._certificates: Certificates | None = None  # kept until the end: gRPC does not
         self._peers = Peers(config.server.socket_mode, config.server.allow_users, config.server.allow_groups)
         self._socket = SocketPath(
             config.server.socket, socket.SOCK_STREAM, key="server.socket", name="gRPC socket", peers=self._peers, private=True
@@ -186,7 +188,9 @@ class Daemon:
         checker = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(checker, server)
         reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
-        _add_ports(server, limits, self._socket)
+        self._certificates = _add_ports(server, limits, self._socket)
+        if self._certificates is not None:
+            self._supervise("certificates", self._certificates.watch())
         await server.start()
         self._socket.publish()
         for name in ["", *names]:
@@ -254,7 +258,8 @@ def _calm_gc() -> None:
     gc.enable()
 
 
-def _add_ports(server: grpc.aio.Server, config: ServerConfig, place: SocketPath) -> None:
+def _add_ports(server: grpc.aio.Server, config: ServerConfig, place: SocketPath) -> Certificates | None:
+    """Listen. Returns the certificates of the TCP port, which must be kept as long as the server is."""
     old = os.umask(0o177)
     try:
         # When it ends, gRPC removes whatever is at the path that it was given.
@@ -264,7 +269,7 @@ def _add_ports(server: grpc.aio.Server, config: ServerConfig, place: SocketPath)
     finally:
         os.umask(old)
     if config.listen is None:
-        return
+        return None
     if config.token_file is None and config.tls_client_ca is None:
         log.warning(
             "whoever reaches %s may act for every tenant and use the admin API; set server.token_file or server.tls_client_ca",
@@ -272,15 +277,17 @@ def _add_ports(server: grpc.aio.Server, config: ServerConfig, place: SocketPath)
         )
     try:
         if config.tls_cert and config.tls_key:
-            ca = config.tls_client_ca.read_bytes() if config.tls_client_ca else None
-            pair = (config.tls_key.read_bytes(), config.tls_cert.read_bytes())
-            server.add_secure_port(config.listen, grpc.ssl_server_credentials([pair], ca, require_client_auth=ca is not None))
-        else:
-            exposed = ", and whoever sees its packets has the tokens" if config.token_file else ""
-            log.warning("listening on %s without TLS%s", config.listen, exposed)
-            server.add_insecure_port(config.listen)
-    except (RuntimeError, OSError) as e:
-        raise StartupError(f"cannot listen on {config.listen}: {e}; is the port in use, or a certificate missing?") from e
+            certificates = Certificates(config.tls_cert, config.tls_key, config.tls_client_ca)
+            server.add_secure_port(config.listen, certificates.credentials)
+            return certificates
+        exposed = ", and whoever sees its packets has the tokens" if config.token_file else ""
+        log.warning("listening on %s without TLS%s", config.listen, exposed)
+        server.add_insecure_port(config.listen)
+    except ConfigError as e:
+        raise StartupError(f"cannot listen on {config.listen}: {e}") from e
+    except RuntimeError as e:
+        raise StartupError(f"cannot listen on {config.listen}: {e}; is the port in use?") from e
+    return None
 
 
 def run(config: Config) -> int:

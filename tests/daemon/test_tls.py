@@ -27,6 +27,7 @@ from kvtierd.config import load_config
 from kvtierd.errors import ConfigError, DaemonUnavailableError, StartupError
 from kvtierd.testing.daemon import DaemonProcess
 from tests.daemon.conftest import namespace
+from tests.daemon.test_sessions import wait_for
 
 MakeDaemon = Callable[..., DaemonProcess]
 SIZE = 64 << 10
@@ -171,19 +172,70 @@ def test_tokens_without_tls_are_warned_of(make_daemon: MakeDaemon, tmp_path: Pat
     assert not works(address, None, str(token))
 
 
-@pytest.mark.parametrize("broken", ["missing", "garbage", "another's key"])
+@pytest.mark.parametrize(
+    ("broken", "says"),
+    [
+        ("missing", "cannot read server.tls_cert .*: No such file"),
+        ("garbage", "are no PEM certificate and its key"),
+        ("another's key", "are no PEM certificate and its key .*MISMATCH"),
+        ("a password", "the key has a password; store it without one"),
+        ("no CA", "server.tls_client_ca .* holds no PEM certificate"),
+    ],
+)
 def test_certificates_that_cannot_be_used_keep_the_daemon_from_starting(
-    make_daemon: MakeDaemon, ours: Authority, tmp_path: Path, address: str, broken: str
+    make_daemon: MakeDaemon, ours: Authority, tmp_path: Path, address: str, broken: str, says: str
 ) -> None:
     server = tls(address, ours)
     if broken == "missing":
         Path(server["tls_cert"]).unlink()
     elif broken == "garbage":
         Path(server["tls_cert"]).write_text("no certificate")
+    elif broken == "a password":
+        key = serialization.load_pem_private_key(Path(server["tls_key"]).read_bytes(), None)
+        form, cipher = serialization.PrivateFormat.PKCS8, serialization.BestAvailableEncryption(b"secret")
+        Path(server["tls_key"]).write_bytes(key.private_bytes(serialization.Encoding.PEM, form, cipher))
+    elif broken == "no CA":
+        server["tls_client_ca"] = server["tls_key"]
     else:
         server["tls_key"] = str(Authority(tmp_path / "others").issue("server")[1])
-    with pytest.raises(StartupError, match=f"cannot listen on {address}"):
+    with pytest.raises(StartupError, match=rf"cannot listen on {address}: .*{says}"):
         make_daemon(server=server)
+
+
+def test_renewed_certificates_are_taken_up_and_broken_ones_are_not(
+    make_daemon: MakeDaemon, ours: Authority, tmp_path: Path, address: str
+) -> None:
+    """Goal: a renewed certificate and another CA for clients need no restart; files that cannot be used keep what was read before.
+
+    Method: all are replaced while a client is attached; each step waits until the daemon tells of what it has read.
+    """
+    clients, others, later = (Authority(tmp_path / name) for name in ("clients", "others", "later"))
+    ca = tmp_path / "clients.pem"
+    ca.write_bytes(clients.ca.read_bytes())
+    server = tls(address, ours, tls_client_ca=str(ca))
+    daemon = make_daemon(server=server)
+    chain, key = Path(server["tls_cert"]), Path(server["tls_key"])
+    mine, theirs = clients.issue("engine"), others.issue("engine")
+    with Client(namespace(SIZE), address, credentials=trusting(ours, mine), require=True) as attached:
+        assert attached.wait_attached(4.0)
+        new = later.issue("server")
+        chain.write_bytes(new[0].read_bytes())
+        wait_for(lambda: daemon.log().count("until the files are mended") == 1, "a certificate without its key is told")
+        assert not works(address, trusting(ours, mine)), "what was read before stays in force"
+        key.write_bytes(new[1].read_bytes())
+        wait_for(lambda: daemon.log().count("read the certificate") == 1, "a renewed certificate is read")
+        assert "cannot be reached" in works(address, trusting(ours, mine))
+        assert not works(address, trusting(later, mine))
+        assert works(address, trusting(later, theirs)), "its CA is not known yet"
+        os.replace(others.ca, ca)
+        wait_for(lambda: daemon.log().count("read the certificate") == 2, "another CA is read")
+        assert not works(address, trusting(later, theirs))
+        assert works(address, trusting(later, mine)), "the CA before is not known any more"
+        ca.unlink()
+        wait_for(lambda: "cannot read server.tls_client_ca" in daemon.log(), "a file that is missing is told")
+        assert not works(address, trusting(later, theirs))
+        assert attached.save([os.urandom(32)], [bytes(SIZE)]).saved == 1, "what was connected goes on"
+    assert daemon.stop() == 0
 
 
 def test_what_is_plain_or_half_set_is_refused() -> None:
