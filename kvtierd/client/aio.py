@@ -192,7 +192,7 @@ class AsyncClient:
         bytes_only: as in `Client`.
         credentials: as in `Client`.
         token_file: as in `Client`.
-        copy_threads: as in `Client`.
+        copy_threads, patient: as in `Client`.
     """
 
     def __init__(
@@ -211,6 +211,7 @@ class AsyncClient:
         credentials: grpc.ChannelCredentials | None = None,
         token_file: str | os.PathLike[str] | None = None,
         copy_threads: int = DEFAULT_COPY_THREADS,
+        patient: bool = True,
     ) -> None:
         self._client = Client(
             namespace,
@@ -224,6 +225,7 @@ class AsyncClient:
             credentials=credentials,
             token_file=token_file,
             copy_threads=copy_threads,
+            patient=patient,
         )
         self._client.require = require
         self._pool = _Pool(threads)

@@ -16,7 +16,7 @@ from kvtierd.client.results import LoadedBytes, LoadResult, SaveResult
 from kvtierd.client.saving import OUTCOMES, rejection
 from kvtierd.client.session import Session
 from kvtierd.client.tokens import Metadata
-from kvtierd.client.transport import CallTimeoutError, rpc_failure
+from kvtierd.client.transport import CallTimeoutError, pause_s, rpc_failure
 from kvtierd.errors import DaemonUnavailableError, KvtierdError, Reason, RequestError
 from kvtierd.model import KEY_BYTES
 from kvtierd.v1 import kvtier_pb2 as pb
@@ -68,7 +68,7 @@ def _save_part(
 
     call = _stub(session).SaveBytes
     response: pb.SaveBytesResponse = _answered(
-        session, lambda: call(messages(), timeout=deadline.remaining_s, metadata=_metadata(session))
+        session, lambda: call(messages(), timeout=deadline.remaining_s, metadata=_metadata(session)), deadline
     )
     return response
 
@@ -125,13 +125,14 @@ def load_into(
 
 
 def _load_part(session: Session, keys: bytes, start: int, deadline: Deadline, result: LoadedBytes, *, each: bool) -> Reason | None:
-    request = pb.LoadBytesRequest(session=session.token, keys=keys, each=each, deadline_ms=session.daemon_ms(deadline.remaining_s))
+    request = pb.LoadBytesRequest(session=session.token, keys=keys, each=each)
     parts: list[list[bytes]] = []
     filled = -1
     reason: Reason | None = None
 
     def consume() -> Any:
         nonlocal parts, filled, reason
+        request.deadline_ms = session.daemon_ms(deadline.remaining_s)
         for message in _stub(session).LoadBytes(request, timeout=deadline.remaining_s, metadata=_metadata(session)):
             if message.done:
                 reason = wire_reason(message.reason)
@@ -144,7 +145,7 @@ def _load_part(session: Session, keys: bytes, start: int, deadline: Deadline, re
                 if tuple(map(len, block)) == session.shard_bytes:
                     result.blocks[start + filled] = block
 
-    _answered(session, consume)
+    _answered(session, consume, deadline)
     return reason
 
 
@@ -157,16 +158,25 @@ def _stub(session: Session) -> Any:
     return kvtier_pb2_grpc.KvTierServiceStub(session.stream.channel)
 
 
-def _answered(session: Session, call: Any) -> Any:
-    """Run a unary or streaming RPC; turn its failure into this library's error and tell the breaker about it."""
-    try:
-        response = call()
-    except grpc.RpcError as e:
-        error = rpc_failure(e)
-        session.stream.on_answer(not isinstance(error, CallTimeoutError))
-        raise error from e
-    except ValueError as e:  # gRPC's answer to a call on a channel that was closed meanwhile
-        raise DaemonUnavailableError(f"the session is closed: {e}") from e
+def _answered(session: Session, call: Any, deadline: Deadline) -> Any:
+    """Run a unary or streaming RPC; turn its failure into this library's error and tell the breaker about it.
+
+    One that an overloaded daemon refuses is made again when it says, if the session is patient.
+    """
+    while True:
+        try:
+            response = call()
+            break
+        except grpc.RpcError as e:
+            error = rpc_failure(e)
+            session.stream.on_answer(not isinstance(error, CallTimeoutError))
+            wait_s = pause_s(error, deadline) if isinstance(error, RequestError) and session.stream.patient else 0.0
+            if wait_s:
+                deadline.sleep(wait_s)
+            if not wait_s or deadline.passed:
+                raise error from e
+        except ValueError as e:  # gRPC's answer to a call on a channel that was closed meanwhile
+            raise DaemonUnavailableError(f"the session is closed: {e}") from e
     session.stream.on_answer(True)
     if response is not None and response.boot_epoch != session.boot_epoch:
         raise session.stream.break_off("a reply came from another boot of the daemon")

@@ -53,6 +53,8 @@ class Client(Connection):
         token_file: file that holds the bearer token of a daemon that asks for one, read at each attach; None means
             ``$KVTIERD_TOKEN_FILE``, and "" none.
         copy_threads: threads that copy for one large save or load, the caller's own included; 1 keeps other cores free of it.
+        patient: calls that an overloaded daemon refuses wait as long as it says and are made again, within their deadline (but
+            ``Fetch.poll``, which only looks). False answers OVERLOADED at once, for callers that have better things to do.
 
     Raises:
         RequestError: the namespace contradicts itself.
@@ -75,6 +77,7 @@ class Client(Connection):
         credentials: grpc.ChannelCredentials | None = None,
         token_file: str | os.PathLike[str] | None = None,
         copy_threads: int = DEFAULT_COPY_THREADS,
+        patient: bool = True,
     ) -> None:
         namespace.validate()
         if isinstance(address, os.PathLike):
@@ -86,7 +89,9 @@ class Client(Connection):
         self._bytes_only = remote if bytes_only is None else bytes_only
         self._copier = Copier(copy_threads)
         tokens = default_token_file() if token_file is None else os.fspath(token_file)
-        settings = SessionSettings(where, namespace, tenant, name, pins_memory, shard, self._bytes_only, credentials, tokens)
+        settings = SessionSettings(
+            where, namespace, tenant, name, pins_memory, shard, self._bytes_only, credentials, tokens, patient
+        )
         super().__init__(Link(settings), timeout_s, require)
         self._link.start()
         if require and not self._link.wait_attached(timeout_s):

@@ -66,14 +66,14 @@ class LoadCall:
         self.done = False
         self.reason: Reason | None = None
 
-    def take(self, deadline: Deadline) -> pb.LoadResponse:
-        """The next blocks that are readable.
+    def take(self, deadline: Deadline, *, patient: bool = True) -> pb.LoadResponse:
+        """The next blocks that are readable. ``patient`` as in ``PendingCall.result``.
 
         Raises:
             KvtierdError: see ``PendingCall.result``; the load is over then.
         """
         try:
-            response: pb.LoadResponse = self._pending.result(deadline)
+            response: pb.LoadResponse = self._pending.result(deadline, patient=patient)
         except KvtierdError as e:
             self.reason = reason_of(e)
             self.done = True
@@ -336,7 +336,7 @@ class Fetch:
         if keep_waiting and not call.wait(deadline) and not self._deadline.passed:
             return None
         try:
-            response = call.take(self._deadline)
+            response = call.take(self._deadline, patient=not keep_waiting)
         except KvtierdError as e:
             self.reason = reason_of(e)
             return None

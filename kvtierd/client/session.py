@@ -45,6 +45,7 @@ class SessionSettings:
         bytes_only: never open the descriptor socket; bytes travel in messages.
         credentials: TLS for ``host:port``.
         token_file: file of the token to show; empty for none.
+        patient: whether calls that an overloaded daemon refuses wait and are made again.
     """
 
     address: str
@@ -56,6 +57,7 @@ class SessionSettings:
     bytes_only: bool = False
     credentials: grpc.ChannelCredentials | None = None
     token_file: str = ""
+    patient: bool = True
 
     def hello(self) -> pb.Hello:
         """The message that opens a session."""
@@ -202,7 +204,8 @@ class Opening:
         """
         metadata = authorization(settings.token_file)
         deadline = Deadline(timeout_s)
-        stream = SessionStream(open_channel(settings.address, settings.credentials), on_lost, on_event, on_answer)
+        channel = open_channel(settings.address, settings.credentials)
+        stream = SessionStream(channel, on_lost, on_event, on_answer, patient=settings.patient)
         with self._lock:
             self._stream = stream
             broken_off = self._broken_off

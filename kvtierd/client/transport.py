@@ -10,6 +10,7 @@ the ticket in it is returned at once (`_UNDO`), so that no slot, pin or promotio
 from __future__ import annotations
 
 import itertools
+import random
 import threading
 from collections.abc import Callable, Iterator
 from queue import Empty, SimpleQueue
@@ -34,6 +35,9 @@ MAX_OUTBOX: Final = 4096
 MAX_MESSAGE_BYTES: Final = 64 << 20
 DISCONNECT_TIMEOUT_S: Final = 5.0
 """Longest wait for the reader thread in `SessionStream.close`."""
+
+RETRY_SPREAD: Final = 0.5
+"""Clients that were refused together come back within so much more than the time that they were told to wait, not all at once."""
 
 _CHANNEL_OPTIONS: Final = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -91,20 +95,31 @@ def rpc_failure(error: Any) -> KvtierdError:
     return DaemonUnavailableError(f"the daemon cannot be reached: {code.name}: {text}")
 
 
+def pause_s(error: RequestError, deadline: Deadline) -> float:
+    """How long to wait before a call is made again that an overloaded daemon has refused; 0 for not at all.
+
+    It is tried again where the daemon has said when, and that comes before the deadline.
+    """
+    told_s, left_s = error.retry_after_s, deadline.remaining_s
+    if not 0 < told_s < left_s:
+        return 0.0
+    return told_s + random.random() * min(RETRY_SPREAD * told_s, left_s - told_s)
+
+
 class PendingCall:
     """One call that waits for its replies. Belongs to one thread, besides the stream's reader.
 
     Args:
-        stream: where it was sent.
-        id: the call's id.
+        stream: where it is sent.
+        message: ``message.call`` holds its request and, once it is sent, its id.
         field: name of the reply's field.
     """
 
-    __slots__ = ("_abandoned", "_field", "_head", "_heard", "_id", "_replies", "_stream", "done")
+    __slots__ = ("_abandoned", "_field", "_head", "_heard", "_replies", "_stream", "done", "message")
 
-    def __init__(self, stream: SessionStream, id: int, field: str) -> None:
+    def __init__(self, stream: SessionStream, message: pb.AttachRequest, field: str) -> None:
         self._stream = stream
-        self._id = id
+        self.message = message
         self._field = field
         self._replies: SimpleQueue[Any] = SimpleQueue()
         self._abandoned = False
@@ -112,8 +127,12 @@ class PendingCall:
         self._head: Any = None
         self.done = False
 
-    def result(self, deadline: Deadline) -> Any:
-        """Wait for the next reply.
+    def result(self, deadline: Deadline, *, patient: bool = True) -> Any:
+        """Wait for the next reply. A call that an overloaded daemon refuses is made again when it says, if the stream is patient.
+
+        Args:
+            deadline: longest wait for the reply, all tries together.
+            patient: False to have a refusal raised at once all the same.
 
         Returns:
             The response message; an empty one when the daemon ends a call of several replies without another. ``done`` is
@@ -124,6 +143,28 @@ class PendingCall:
             DaemonUnavailableError: the stream is lost.
             RequestError: the daemon refused.
         """
+        while True:
+            try:
+                return self._next(deadline)
+            except RequestError as e:
+                wait_s = pause_s(e, deadline) if patient and self._stream.patient else 0.0
+                if wait_s:
+                    deadline.sleep(wait_s)
+                if not wait_s or deadline.passed:
+                    self.done = True
+                    raise
+            self._shorten(deadline)
+            self._stream.send(self)
+
+    def _shorten(self, deadline: Deadline) -> None:
+        """Let the daemon wait no longer than the caller still does."""
+        call, left_ms = self.message.call, max(1, int(deadline.remaining_s * 1000))
+        if self._field == "load":
+            call.load.deadline_ms = min(call.load.deadline_ms, left_ms)
+        elif self._field == "save":
+            call.save.wait_ms = min(call.save.wait_ms, left_ms)
+
+    def _next(self, deadline: Deadline) -> Any:
         if not self.wait(deadline):
             self.abandon()
             # A daemon that has answered a part lives; and who cancels a call says nothing about the daemon.
@@ -135,13 +176,12 @@ class PendingCall:
             self.done = True
             raise DaemonUnavailableError(str(item))
         self._answered()
-        if item.last:
-            self.done = True
         if item.HasField("error"):
-            self.done = True
             error = item.error
             reason = error.reason if error.reason in Reason._value2member_map_ else Reason.INTERNAL
             raise RequestError(Reason(reason), error.message, retry_after_s=error.retry_after_ms / 1000)
+        if item.last:
+            self.done = True
         response = getattr(item, self._field)
         if response.boot_epoch != self._stream.boot_epoch and item.HasField(self._field):
             raise self._stream.break_off("a reply came from another boot of the daemon")
@@ -174,7 +214,7 @@ class PendingCall:
 
     def forget(self) -> None:
         """Nobody waits any more, and the caller has returned the ticket itself."""
-        self._stream.forget(self._id)
+        self._stream.forget(self.message.call.id)
 
     def deliver(self, item: Any) -> None:
         """Called by the reader with a reply or the error that ended the stream."""
@@ -208,6 +248,7 @@ class SessionStream:
         on_lost: called once by the reader thread when the stream has ended.
         on_event: called by the reader thread with each ``Event``.
         on_answer: called by the waiting thread with each call's first sign: True for an answer, False for none in time.
+        patient: whether calls that an overloaded daemon refuses wait and are made again.
     """
 
     def __init__(
@@ -216,8 +257,11 @@ class SessionStream:
         on_lost: Callable[[SessionStream], None],
         on_event: Callable[[pb.Event], None],
         on_answer: Callable[[bool], None],
+        *,
+        patient: bool = True,
     ) -> None:
         self.channel = channel
+        self.patient = patient
         self.on_answer = on_answer
         self._on_lost = on_lost
         self._on_event = on_event
@@ -268,17 +312,22 @@ class SessionStream:
         """
         if len(self._pending) >= MAX_CALLS_IN_FLIGHT:
             raise RequestError(Reason.OVERLOADED, f"{MAX_CALLS_IN_FLIGHT} calls are in flight; wait for some of them")
-        call_id = next(self._ids)
-        message.call.id = call_id
         if tracing.on:
             message.call.traceparent = tracing.traceparent()
-        pending = self._pending[call_id] = PendingCall(self, call_id, field)
-        self._outbox.put(message)
+        pending = PendingCall(self, message, field)
+        self.send(pending)
+        return pending
+
+    def send(self, pending: PendingCall) -> None:
+        """Send a call, or send it once more after its refusal. Raises DaemonUnavailableError when the stream is lost."""
+        call_id = pending.message.call.id = next(self._ids)
+        self._pending[call_id] = pending
+        self._outbox.put(pending.message)
         # Looked at after the call is listed: whoever ends the stream sets this first and then fails all listed calls.
         if self.lost is not None:
             self.forget(call_id)
+            pending.done = True
             raise DaemonUnavailableError(str(self.lost))
-        return pending
 
     def post(self, message: pb.AttachRequest) -> None:
         """Send a call whose reply nobody needs. Does nothing when the stream is lost: the session's tickets ended with it."""

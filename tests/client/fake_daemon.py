@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from google.protobuf import any_pb2
+from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -39,11 +39,17 @@ class Ticket:
     open: set[int] = field(default_factory=set)
 
 
-def ended(context: grpc.ServicerContext, code: grpc.StatusCode, reason: Reason, message: str) -> None:
-    """End an RPC with the reason in its details."""
-    detail = any_pb2.Any()
-    detail.Pack(error_details_pb2.ErrorInfo(reason=reason.name, domain="kvtierd"))
-    context.abort_with_status(rpc_status.to_status(status_pb2.Status(code=code.value[0], message=message, details=[detail])))
+def ended(context: grpc.ServicerContext, code: grpc.StatusCode, reason: Reason, message: str, retry_after_ms: int = 0) -> None:
+    """End an RPC with the reason, and when to come back, in its details."""
+    infos = [error_details_pb2.ErrorInfo(reason=reason.name, domain="kvtierd")]
+    if retry_after_ms:
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(retry_after_ms)
+        infos.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    details = [any_pb2.Any() for _ in infos]
+    for detail, info in zip(details, infos, strict=True):
+        detail.Pack(info)
+    context.abort_with_status(rpc_status.to_status(status_pb2.Status(code=code.value[0], message=message, details=details)))
 
 
 class FakeDaemon(FakeMemory, kvtier_pb2_grpc.KvTierServiceServicer):
@@ -55,6 +61,9 @@ class FakeDaemon(FakeMemory, kvtier_pb2_grpc.KvTierServiceServicer):
         self.limits = pb.Limits(max_keys=max_keys, max_tickets=1000, max_deadline_ms=300_000, max_ticket_bytes=max_ticket_bytes)
         self.boot_epoch = 0
         self.errors: dict[str, Reason] = {}
+        self.overloads: Counter[str] = Counter()
+        """By kind of call: how many more are refused with OVERLOADED."""
+        self.retry_after_ms = 20
         self.refuse: Reason | None = None
         self.gates: dict[bytes, threading.Event] = {}
         self.outcomes: dict[bytes, list[int]] = {}
@@ -208,7 +217,10 @@ class FakeDaemon(FakeMemory, kvtier_pb2_grpc.KvTierServiceServicer):
                 getattr(message.reply, kind).CopyFrom(response)
             session.replies.put(message)
 
-        if kind in self.errors:
+        if self._overloaded(kind):
+            error = pb.CallError(code=8, reason=int(Reason.OVERLOADED), message="refused", retry_after_ms=self.retry_after_ms)
+            session.replies.put(pb.AttachResponse(reply=pb.Reply(id=call.id, last=True, error=error)))
+        elif kind in self.errors:
             error = pb.CallError(code=9, reason=int(self.errors[kind]), message=f"refused: {self.errors[kind].name}")
             session.replies.put(pb.AttachResponse(reply=pb.Reply(id=call.id, last=True, error=error)))
         else:
@@ -220,6 +232,15 @@ class FakeDaemon(FakeMemory, kvtier_pb2_grpc.KvTierServiceServicer):
         with self._changed:
             self.calls[kind] += 1
             self._changed.notify_all()
+
+    def _overloaded(self, kind: str) -> bool:
+        self.overloads[kind] -= 1
+        return self.overloads[kind] >= 0
+
+    def _end_overloaded(self, kind: str, context: grpc.ServicerContext) -> None:
+        self.calls[kind] += 1
+        if self._overloaded(kind):
+            ended(context, grpc.StatusCode.RESOURCE_EXHAUSTED, Reason.OVERLOADED, "refused", self.retry_after_ms)
 
     @staticmethod
     def _keys(packed: bytes) -> list[bytes]:
@@ -387,6 +408,7 @@ class FakeDaemon(FakeMemory, kvtier_pb2_grpc.KvTierServiceServicer):
             assert len(part.data) <= 2 << 20
             shards = blocks.setdefault(part.key, {})
             shards[part.shard] = shards.get(part.shard, b"") + part.data
+        self._end_overloaded("save_bytes", context)
         if "save_bytes" in self.errors:
             ended(context, grpc.StatusCode.RESOURCE_EXHAUSTED, self.errors["save_bytes"], "refused")
         assert session is not None
@@ -403,6 +425,7 @@ class FakeDaemon(FakeMemory, kvtier_pb2_grpc.KvTierServiceServicer):
 
     def LoadBytes(self, request: pb.LoadBytesRequest, context: grpc.ServicerContext) -> Iterator[pb.LoadBytesResponse]:
         self._running.wait()
+        self._end_overloaded("load_bytes", context)
         session = self.sessions[request.session]
         missing = False
         for index, key in enumerate(self._keys(request.keys)):

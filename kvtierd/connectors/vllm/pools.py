@@ -58,6 +58,7 @@ class Pools:
                 name[:64],
                 pins_memory=on_gpu,
                 token_file=settings.token_file or None,
+                patient=False,  # an engine computes in the time that it would wait
             )
             for namespace in self.plan.namespaces
         ]
