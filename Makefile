@@ -28,6 +28,11 @@ VLLM_VERSION ?= 0.32.0
 VLLM_OLDEST := 0.23.0
 VLLM_VENV := .venv-vllm
 VLLM_OLDEST_VENV := .venv-vllm-oldest
+# Images are looked after in an environment of its own too, and tried with the Python that they have.
+TOOLS := .venv-tools
+TOOLS_STAMP := $(TOOLS)/.$(shell sha256sum deploy/docker/locks/tools.txt 2>/dev/null | cut -c1-16)
+VARIANT ?= cpu
+IMAGE_PYTHON ?=
 # 2,000 seeds take less than three minutes on two free cores.
 SEEDS ?= 2000
 FIRST ?= 0
@@ -43,7 +48,7 @@ DEMO_ARGS ?=
 BENCH_ARGS ?=
 TEST_ARGS ?=
 
-.PHONY: help venv demo test fuzz simulate campaign soak overload test-slow test-helm test-prometheus test-vllm test-vllm-oldest lint format proto proto-check proto-baseline docs chart bench bench-peers build clean
+.PHONY: help venv demo test fuzz simulate campaign soak overload test-slow test-helm test-prometheus test-vllm test-vllm-oldest lock container-check audit lint format proto proto-check proto-baseline docs chart bench bench-peers build clean
 
 help: ## show this list
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)$$/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -155,6 +160,22 @@ build: $(DEV) ## build and check the source distribution and the wheel
 	$(BIN)/python -m build
 	$(BIN)/python -m twine check --strict dist/*
 
+$(TOOLS_STAMP):
+	@rm -rf $(TOOLS)
+	@$(PYTHON) -m venv $(TOOLS)
+	@$(TOOLS)/bin/python -m pip --disable-pip-version-check --quiet --no-input install -r deploy/docker/locks/tools.txt
+	@touch $@
+
+lock: $(TOOLS_STAMP) ## resolve the Python packages of the container images again, for deploy/docker/locks
+	bash deploy/docker/lock.sh $(TOOLS)/bin/uv
+
+container-check: $(TOOLS_STAMP) ## lint the Dockerfile and do its steps without Docker (VARIANT=cpu, cuda12 or cuda13)
+	bash deploy/docker/check.sh $(TOOLS)/bin/hadolint $(VARIANT) $(IMAGE_PYTHON)
+
+audit: $(TOOLS_STAMP) ## ask PyPI for known vulnerabilities of the packages in the images
+	for lock in cpu cuda12 cuda13 build; do \
+	    $(TOOLS)/bin/pip-audit --strict --require-hashes --disable-pip -r deploy/docker/locks/$$lock.txt; done
+
 clean: ## remove what make has made
-	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_OLDEST_VENV) .prometheus build dist out .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_OLDEST_VENV) $(TOOLS) .prometheus build dist out .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find kvtierd tests loadtest -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtierd import __version__
 from kvtierd.config import Config, field_paths, load_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,7 +71,9 @@ def test_dockerfile_runs_unprivileged_with_known_variables(monkeypatch: pytest.M
     text = (ROOT / "deploy" / "docker" / "Dockerfile").read_text()
     last_stage = text[text.rindex("\nFROM ") :]
     assert re.search(r"^USER 10001:10001$", last_stage, re.MULTILINE)
-    assert 'CMD ["kvtierd", "status"]' in last_stage
+    health = re.search(r'CMD \["python3", "-c", "(.*)"\]', last_stage)
+    assert health is not None
+    assert "http://127.0.0.1:9464/healthz" in health[1]
     variables = dict(re.findall(r"\b(KVTIERD_\w+|XDG_\w+)=(\S+)", last_stage))
     for name in ("XDG_RUNTIME_DIR", "XDG_CACHE_HOME"):
         monkeypatch.setenv(name, variables.pop(name))
@@ -78,7 +81,8 @@ def test_dockerfile_runs_unprivileged_with_known_variables(monkeypatch: pytest.M
     volumes = re.search(r"^VOLUME \[(.*)\]$", last_stage, re.MULTILINE)
     assert volumes is not None
     assert {str(config.server.socket.parent), str(config.nvme.folders[0].parent)} == set(re.findall(r'"([^"]+)"', volumes[1]))
-    assert config.server.metrics.startswith("0.0.0.0:")
+    assert config.server.metrics == "0.0.0.0:9464"
+    assert f'image.version="{__version__}"' in last_stage
 
 
 def test_readme_names_every_page() -> None:
