@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import configparser
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -65,6 +67,23 @@ def test_unit_file_gives_the_daemon_its_default_places(monkeypatch: pytest.Monke
     assert config.nvme.folders[0].parent == Path("/var/cache") / service["CacheDirectory"]
     assert float(service["TimeoutStopSec"].removesuffix("s")) > config.server.drain_timeout
     assert "Environment=KVTIERD_CONFIG=/etc/kvtierd/kvtierd.toml" in text
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd-analyze here")
+@pytest.mark.parametrize("options", [False, True])
+def test_systemd_takes_the_unit_and_finds_it_locked_down(tmp_path: Path, options: bool) -> None:
+    """As it is, and with each option that it offers switched on."""
+    text = (ROOT / "deploy" / "systemd" / "kvtierd.service").read_text()
+    if options:
+        text, count = re.subn(r"^#(?=[A-Z]\w+=)", "", text, flags=re.MULTILINE)
+        assert count >= 4
+    unit = tmp_path / "kvtierd.service"
+    unit.write_text(text.replace("/opt/kvtierd/bin/kvtierd", shutil.which("true") or ""))
+    for command in (["verify"], ["security", "--offline=yes", "--no-pager", "--threshold=20"]):
+        result = subprocess.run(["systemd-analyze", *command, str(unit)], capture_output=True, text=True, timeout=60, check=False)
+        assert result.returncode == 0, result.stdout[-2000:] + result.stderr
+        if command == ["verify"]:
+            assert not result.stderr
 
 
 def test_dockerfile_runs_unprivileged_with_known_variables(monkeypatch: pytest.MonkeyPatch) -> None:
