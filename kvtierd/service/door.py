@@ -5,7 +5,6 @@ Health and reflection are open: they tell nothing of any tenant, and what probes
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from typing import Any, Final
 
@@ -15,9 +14,9 @@ from kvtierd.errors import Reason, RequestError
 from kvtierd.runtime.tokens import Grant, Tokens
 from kvtierd.service import status
 from kvtierd.service.metrics import Metrics
+from kvtierd.v1 import admin_pb2
 
-OURS: Final = "/kvtierd."
-ADMIN: Final = "/kvtierd.v1.KvTierAdminService/"
+ADMIN: Final = admin_pb2.DESCRIPTOR.services_by_name["KvTierAdminService"].full_name
 HEADER: Final = "authorization"
 SCHEME: Final = "bearer "
 MAX_HEADER_CHARS: Final = 4096
@@ -32,8 +31,8 @@ def caller() -> Grant | None:
     return _caller.get()
 
 
-class Door(grpc.aio.ServerInterceptor):
-    """Lets calls through or refuses them.
+class Door:
+    """Lets calls of kvtierd's own services through or refuses them; ``service/handlers.py`` puts it in front of them.
 
     Args:
         tokens: of the daemon.
@@ -46,30 +45,13 @@ class Door(grpc.aio.ServerInterceptor):
         self._unix = unix
         self._metrics = metrics
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Put the check in front of a method of kvtierd's own services."""
-        handler: Any = await continuation(handler_call_details)
-        method = handler_call_details.method
-        if handler is None or not method.startswith(OURS):
-            return handler  # type: ignore[no-any-return]
-        kind = f"{'stream' if handler.request_streaming else 'unary'}_{'stream' if handler.response_streaming else 'unary'}"
-        guarded = self._guarded(getattr(handler, kind), admin=method.startswith(ADMIN))
-        return handler._replace(**{kind: guarded})  # type: ignore[no-any-return]
-
-    def _guarded(self, serve: Callable[[Any, Context], Awaitable[Any]], *, admin: bool) -> Callable[[Any, Context], Awaitable[Any]]:
-        async def guarded(request: Any, context: Context) -> Any:
-            try:
-                _caller.set(self._checked(context, admin=admin))
-            except RequestError as e:
-                self._metrics.rejected(e.reason)
-                await status.abort(context, e)
-            return await serve(request, context)
-
-        return guarded
+    async def check(self, context: Context, service: str) -> None:
+        """Note whose call it is, or end it with the reason PERMISSION."""
+        try:
+            _caller.set(self._checked(context, admin=service == ADMIN))
+        except RequestError as e:
+            self._metrics.rejected(e.reason)
+            await status.abort(context, e)
 
     def _checked(self, context: Context, *, admin: bool) -> Grant | None:
         """Whose call it is. Raises RequestError PERMISSION."""

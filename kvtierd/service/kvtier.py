@@ -18,7 +18,7 @@ from kvtierd.service import status
 from kvtierd.service.attach import AttachStream
 from kvtierd.service.bytes_path import BytesSaver
 from kvtierd.service.calls import Calls, checked_ttl
-from kvtierd.service.decoding import DecodingServer
+from kvtierd.service.handlers import HandlerServer
 from kvtierd.service.metrics import Metrics
 from kvtierd.service.spans import call_span, traceparent_of
 from kvtierd.v1 import kvtier_pb2 as pb
@@ -237,7 +237,7 @@ class KvTierServicer(kvtier_pb2_grpc.KvTierServiceServicer):
         await self._serve(context, "LoadBytes", work)
 
 
-def add_to_server(servicer: KvTierServicer, server: grpc.aio.Server | DecodingServer) -> None:
+def add_to_server(servicer: KvTierServicer, server: HandlerServer) -> None:
     """Register the data API.
 
     Unary calls that grant something are served as streams of one message, which is the same on the wire: writing the answer is
@@ -248,7 +248,5 @@ def add_to_server(servicer: KvTierServicer, server: grpc.aio.Server | DecodingSe
         "Save": grpc.unary_stream_rpc_method_handler(servicer.Save, pb.SaveRequest.FromString, pb.SaveResponse.SerializeToString),
         "Pin": grpc.unary_stream_rpc_method_handler(servicer.Pin, pb.PinRequest.FromString, pb.PinResponse.SerializeToString),
     }
-    # Of generic handlers the first one of a method counts, of registered ones the last, and these before the others.
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, granting),))
     kvtier_pb2_grpc.add_KvTierServiceServicer_to_server(servicer, server)
     server.add_registered_method_handlers(service, granting)

@@ -28,10 +28,10 @@ from kvtierd.service.admission import Admission
 from kvtierd.service.authority import RuntimeAuthority
 from kvtierd.service.calls import Calls
 from kvtierd.service.certificates import Certificates
-from kvtierd.service.decoding import DecodingServer
 from kvtierd.service.door import Door
 from kvtierd.service.event_publisher import EventPublisher
 from kvtierd.service.fdpass import DescriptorServer
+from kvtierd.service.handlers import HandlerServer
 from kvtierd.service.http import MetricsServer
 from kvtierd.service.kvtier import KvTierServicer, add_to_server
 from kvtierd.service.logs import SlowLog, set_up_logging
@@ -167,7 +167,6 @@ class Daemon:
         limits = self.config.server
         tokens = self.runtime.tokens
         server = grpc.aio.server(
-            interceptors=[] if tokens is None else [Door(tokens, limits.unix_tokens, self.metrics)],
             maximum_concurrent_rpcs=limits.max_concurrent_calls + limits.max_sessions,
             options=[
                 ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -181,9 +180,9 @@ class Daemon:
         )
         calls = Calls(self.runtime, self.metrics, self._slow, self._spans, self._admission)
         servicer = KvTierServicer(self.runtime, calls, self.metrics)
-        decoding = DecodingServer(server)
-        add_to_server(servicer, decoding)
-        admin_pb2_grpc.add_KvTierAdminServiceServicer_to_server(AdminServicer(self.runtime, self.metrics, self.config), decoding)
+        ours = HandlerServer(server, None if tokens is None else Door(tokens, limits.unix_tokens, self.metrics))
+        add_to_server(servicer, ours)
+        admin_pb2_grpc.add_KvTierAdminServiceServicer_to_server(AdminServicer(self.runtime, self.metrics, self.config), ours)
         names = [pb2.DESCRIPTOR.services_by_name[n].full_name for pb2, n in _SERVICES]
         checker = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(checker, server)
