@@ -44,11 +44,13 @@ KILLS ?= 300
 CAMPAIGN_ARGS ?=
 SOAK_MINUTES ?= 30
 OVERLOAD_ARGS ?=
+LOAD_FAULTS ?= 20:kill:1 32:stop:2 44:client 54:disk-full:5 66:disk-errors:5
+LOAD_ARGS ?= --tenants 4 --system-prompts 2 --contexts 100
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 TEST_ARGS ?=
 
-.PHONY: help venv demo test fuzz simulate campaign soak overload test-slow test-helm test-prometheus test-vllm test-vllm-oldest lock container-check audit lint format proto proto-check proto-baseline docs chart bench bench-peers build clean
+.PHONY: help venv demo test fuzz simulate campaign soak overload load test-slow test-helm test-prometheus test-vllm test-vllm-oldest lock container-check audit lint format proto proto-check proto-baseline docs chart bench bench-peers build clean
 
 help: ## show this list
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)$$/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -114,6 +116,9 @@ soak: $(DEV) ## work for SOAK_MINUTES and look whether anything grows (docs/faul
 
 overload: $(DEV) ## offer a daemon more than it can take from 200 sessions (docs/faults.md)
 	$(BIN)/python loadtest/overload.py $(OVERLOAD_ARGS)
+
+load: $(BASE) ## work as many engines for 80 s, with faults; a report with charts in loadtest/out/engines
+	$(BIN)/python -m loadtest.engines --faults "$(LOAD_FAULTS)" $(LOAD_ARGS)
 
 lint: $(DEV) ## ruff, mypy and the import contracts
 	$(BIN)/ruff check .

@@ -1,0 +1,105 @@
+"""Goal: the load test under many engines sees what befalls the daemon, checks every byte, and says so where it was too slow itself.
+
+Method: one short run of the command with faults, its report and figures; contents and schedules alone; made-up records of a client
+side that was late.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+# Source distributions have no load tests.
+contents = pytest.importorskip("loadtest.engines.contents")
+engine = pytest.importorskip("loadtest.engines.engine")
+figures = pytest.importorskip("loadtest.engines.figures")
+plan = pytest.importorskip("loadtest.engines.plan")
+run = pytest.importorskip("loadtest.engines.run")
+watch = pytest.importorskip("loadtest.engines.watch")
+
+SETTINGS = plan.Settings(10, 1, 2, 3, 4, 2, 4096, "16MiB", "16MiB", 0.0, 1, 0.1)
+TRAFFIC = "--rate 15 --turns 3 --think-s 0.5 --tokens-per-s 200 --tenants 2 --system-prompts 2 --contexts 4 --context-tokens 4000"
+
+
+@pytest.mark.slow
+def test_a_run_with_faults(tmp_path: Path) -> None:
+    faults = "2:kill:0.3 5:stop:0.9 6.5:client"
+    command = [sys.executable, "-m", "loadtest.engines", "--seconds", "8", "--speedup", "1", "--faults", faults, *TRAFFIC.split()]
+    sizes = ["--engines", "2", "--cpu", "4MiB", "--nvme", "64MiB", "--late-limit", "5", "--output", tmp_path]
+    done = subprocess.run([*command, *sizes], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "result.json").read_text())
+    assert found["wrong_bytes"] == 0
+    assert found["checked_bytes"] > 10 << 20
+    assert set(found["hits"]["by_tier"]) == {"cpu", "nvme"}
+    assert 0.2 < found["hits"]["hit_ratio"] <= found["parameters"]["ideal_hit_ratio"]
+    assert [f["kind"] for f in found["faults"]] == ["kill", "stop", "client"]
+    assert all(f["hits_again_after_s"] is not None for f in found["faults"]), found["faults"]
+    assert found["troubles"]["lookup: UNAVAILABLE"] > 0
+    stopped = max((s["ms"]["lookup"] for s in found["by_second"] if s["ms"].get("lookup")), key=lambda ms: ms["p50"])
+    assert stopped["count"] > 4, "two engines go on asking a daemon that stands still"
+    assert stopped["p50"] > 200, "and each of their requests has waited for it"
+    report = (tmp_path / "report.html").read_text()
+    assert report.count("<svg") == 9
+    assert not any(word in report for word in ("<script", " src=", ' href="http', "<link", "@import"))
+
+
+def test_contents_tell_tenants_keys_and_shards_apart() -> None:
+    block = np.zeros(512, np.uint64)
+    contents.fill(memoryview(block).cast("B"), "a", b"k" * 32, 0)
+    assert contents.wrong_bytes(block, "a", b"k" * 32, 0) == 0
+    for tenant, key, shard in (("b", b"k" * 32, 0), ("a", b"l" * 32, 0), ("a", b"k" * 32, 1)):
+        assert contents.wrong_bytes(block, tenant, key, shard) > 3000
+    block[7] ^= np.uint64(1)
+    assert contents.wrong_bytes(block, "a", b"k" * 32, 0) == 1
+    assert contents.wrong_bytes(np.roll(block, 1), "a", b"k" * 32, 0) > 3000
+
+
+@pytest.mark.parametrize(
+    "text, why",
+    [("5:kil", "5:kil"), ("kill:5", "kill:5"), ("5:kill:x", "5:kill:x"), ("-1:kill", "time"), ("1:kill:5 3:stop", "at 3 s")],
+)
+def test_schedules_that_cannot_be(text: str, why: str) -> None:
+    with pytest.raises(plan.PlanError, match=why):
+        plan.parse_faults(text)
+
+
+def test_schedules_and_shares() -> None:
+    assert plan.parse_faults("9:client 2:disk-full:4 3:stop") == (
+        plan.Fault(2, plan.FaultKind.DISK_FULL, 4),
+        plan.Fault(3, plan.FaultKind.STOP, 2),
+        plan.Fault(9, plan.FaultKind.CLIENT, 2),
+    )
+    items = [plan.Item(n, n / 10, "t", (1,), False) for n in range(10)]
+    shares = plan.split(items, SETTINGS)
+    assert [i.number for i in shares[0]] == [0, 2, 3, 5, 6, 8, 9], "engines 0 and 2 of three"
+    assert [i.number for i in shares[1]] == [1, 4, 7]
+
+
+def record(number: int, late_s: float) -> Any:
+    due_s = number / 10
+    return engine.Record(number, "t", due_s, due_s + late_s, due_s + late_s, due_s + late_s + 0.01, 1, (), {}, 0, 0, 0, {})
+
+
+def test_a_load_generator_that_was_too_slow_says_so() -> None:
+    progress = run.Progress(
+        20, 2.0, records=[record(n, 0.001) for n in range(20)], busy={1: [engine.Busy(t, 0.3 * t) for t in range(5)]}
+    )
+    assert figures.generator(progress, 0.1, SETTINGS)["problems"] == []
+    late = replace(progress, records=[record(n, 0.5) for n in range(20)])
+    assert "handed on late" in figures.generator(late, 0.1, SETTINGS)["problems"][0]
+    assert figures.latencies(late.records)["request"]["ms"]["p50"] == pytest.approx(510), "its delay is in the latency, not hidden"
+    busy = replace(progress, busy={1: [engine.Busy(t, 0.95 * t) for t in range(5)]})
+    assert "95% of a core" in figures.generator(busy, 0.1, SETTINGS)["problems"][0]
+    short = replace(progress, total=21)
+    assert "1 of 21 requests were never made" in figures.generator(short, 0.1, SETTINGS)["problems"][0]
+    killed = replace(short, events=[watch.Event(plan.Fault(1, plan.FaultKind.CLIENT), 1.0, 1.0)])
+    assert figures.generator(killed, 0.1, SETTINGS)["problems"] == []
