@@ -31,7 +31,7 @@ TRAFFIC = "--rate 15 --turns 3 --think-s 0.5 --tokens-per-s 200 --tenants 2 --sy
 
 @pytest.mark.slow
 def test_a_run_with_faults(tmp_path: Path) -> None:
-    faults = "2:kill:0.3 5:stop:0.9 6.5:client"
+    faults = "1.5:kill:0.3 4.9:stop:1.4 7:client"
     command = [sys.executable, "-m", "loadtest.engines", "--seconds", "8", "--speedup", "1", "--faults", faults, *TRAFFIC.split()]
     sizes = ["--engines", "2", "--cpu", "4MiB", "--nvme", "64MiB", "--late-limit", "5", "--output", tmp_path]
     done = subprocess.run([*command, *sizes], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
