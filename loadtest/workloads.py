@@ -143,12 +143,11 @@ KINDS: dict[str, tuple[Callable[..., tuple[str, Iterator[Turn]]], dict[str, floa
 }  # fmt: skip
 
 
-def trace(kind: str, options: argparse.Namespace) -> Iterator[dict[str, object]]:
-    """Requests in the order of time, as rows of the trace."""
+def requests(kind: str, options: argparse.Namespace) -> Iterator[tuple[float, str, Turn]]:
+    """Requests in the order of time: seconds, tenant, and what is asked."""
     make = KINDS[kind][0]
     rng = random.Random(options.seed)
     options.pick = zipf(int(options.contexts), options.skew)
-    ids = BlockIds()
     waiting: list[tuple[float, int, str, Turn, Iterator[Turn]]] = []
     arrival_s, number = 0.0, 0
     while number < options.conversations or waiting:
@@ -160,6 +159,17 @@ def trace(kind: str, options: argparse.Namespace) -> Iterator[dict[str, object]]
             arrival_s += rng.expovariate(options.rate)
             continue
         at_s, which, tenant, turn, turns = heapq.heappop(waiting)
+        yield at_s, tenant, turn
+        following = next(turns, None)
+        if following is not None:
+            answered_s = at_s + turn.output_tokens / options.tokens_per_s
+            heapq.heappush(waiting, (answered_s + following.pause_s, which, tenant, following, turns))
+
+
+def trace(kind: str, options: argparse.Namespace) -> Iterator[dict[str, object]]:
+    """Requests in the order of time, as rows of the trace."""
+    ids = BlockIds()
+    for at_s, tenant, turn in requests(kind, options):
         yield {
             "timestamp": round(at_s * 1000),
             "input_length": sum(length for _, length in turn.segments),
@@ -167,10 +177,6 @@ def trace(kind: str, options: argparse.Namespace) -> Iterator[dict[str, object]]
             "hash_ids": ids.of(turn.segments),
             "tenant": tenant,
         }
-        following = next(turns, None)
-        if following is not None:
-            answered_s = at_s + turn.output_tokens / options.tokens_per_s
-            heapq.heappush(waiting, (answered_s + following.pause_s, which, tenant, following, turns))
 
 
 def parser_of(kind: str, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from kvtierd.testing.daemon import DaemonProcess
-from tests.vllm.model import ARCHITECTURES
-from tests.vllm.runner import EngineProcess, Report, engine_environment
+from kvtierd.testing.vllm.environment import engine_environment
+from kvtierd.testing.vllm.model import ARCHITECTURES
+from tests.vllm.runner import EngineProcess, Report
 
 HERE = Path(__file__).parent
 OTHER_SEED = 99
@@ -41,7 +42,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     wanted = [f"{name}={name}" for name in ARCHITECTURES] + [f"llama-other=llama:{OTHER_SEED}"]
     made = subprocess.run(
-        [sys.executable, str(HERE / "model.py"), str(folder), *wanted],
+        [sys.executable, "-m", "kvtierd.testing.vllm.model", str(folder), *wanted],
         env=engine_environment(),
         capture_output=True,
         text=True,

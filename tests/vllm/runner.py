@@ -21,33 +21,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.vllm.model import FIRST_TOKEN, VOCABULARY
+from kvtierd.testing.vllm.environment import ENGINE_TIMEOUT_S, LOG_TAIL, ROOT, engine_environment
+from kvtierd.testing.vllm.model import FIRST_TOKEN, VOCABULARY
 
-ROOT = Path(__file__).resolve().parents[2]
 BLOCK_TOKENS = 32
 NUM_BLOCKS = 256
-ENGINE_TIMEOUT_S = 240.0
 PATIENCE_MS = 60_000
-LOG_TAIL = 6000
 EXTERNAL = "vllm:prompt_tokens_by_source{source=external_kv_transfer}"
 CONNECTOR = "KvtierdConnector"
 MODULE = "kvtierd.connectors.vllm"
-
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "OMP_NUM_THREADS": "1",
-    # The runner's own folder must not come before the packages.
-    "PYTHONSAFEPATH": "1",
-    "PYTHONPATH": str(ROOT),
-    "PYTHONFAULTHANDLER": "1",
-}
 
 
 def vllm_version() -> tuple[int, int]:
@@ -59,21 +41,6 @@ def vllm_version() -> tuple[int, int]:
             continue
         return int(major), int(minor)
     return 1 << 30, 0
-
-
-def engine_environment(multiprocess: bool = False, **more: str) -> dict[str, str]:
-    """Environment of an engine: this process's, less what configures kvtierd, LMCache or vLLM, plus what the tests fix."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("KVTIERD_", "LMCACHE_", "VLLM_", "PYTHONHASHSEED"))}
-    path = [str(ROOT), *(p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p)]
-    return (
-        kept
-        | ENVIRONMENT
-        | {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if multiprocess else "0",
-            "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)),
-        }
-        | more
-    )
 
 
 def token_ids(count: int, seed: int) -> list[int]:

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from kvtierd.testing.vllm.server import ApiServer
 from tests.vllm.conftest import Daemons, Engines
 from tests.vllm.runner import llm_arguments, prompts, transfer_config, vllm_version
-from tests.vllm.server import ApiServer
 from tests.vllm.steps import FORGET, MAX_TOKENS, Baseline, blocks_of, engine, faulty, generate, settle, wait_until
 
 A, B = prompts(seed=301), prompts(seed=303)

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from kvtierd.testing.daemon import DaemonProcess
+from kvtierd.testing.vllm.server import ApiServer
 from tests.vllm.conftest import Daemons, Engines
 from tests.vllm.runner import Report, llm_arguments, prompts, transfer_config
-from tests.vllm.server import ApiServer
 from tests.vllm.steps import FORGET, MAX_TOKENS, Baseline, blocks_of, engine, faulty, generate, settle, wait_until, wait_until_idle
 
 A, B, C, D = (prompts(seed=seed) for seed in (101, 103, 107, 109))

@@ -13,8 +13,8 @@ import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+from kvtierd.testing.vllm.environment import engine_environment
 from tests.vllm.conftest import Daemons
-from tests.vllm.runner import engine_environment
 
 UPSTREAM = Path(os.environ.get("KVTIERD_VLLM_TESTS") or Path(sys.prefix) / "upstream")
 FILES = {

@@ -1,6 +1,6 @@
 """Makes tiny models with random weights that real engines load: seeded, so that every run and machine has the same ones.
 
-    python tests/vllm/model.py FOLDER NAME=ARCHITECTURE[:SEED]...
+    python -m kvtierd.testing.vllm.model FOLDER NAME=ARCHITECTURE[:SEED]...
 
 Weights are drawn wide enough for greedy output to be varied: with a narrow distribution a tiny model repeats one token, and
 a wrong KV block would go unnoticed.
@@ -19,6 +19,7 @@ HEAD_SIZE = 32
 MAX_TOKENS = 4096
 SEED = 1234
 ARCHITECTURES = ("llama", "repeating", "qwen3", "gemma3", "deepseek", "bloom")
+WIDE = "wide"
 
 
 def make_model(folder: Path, architecture: str, seed: int = SEED, layers: int = 2) -> Path:
@@ -26,11 +27,11 @@ def make_model(folder: Path, architecture: str, seed: int = SEED, layers: int = 
 
     Args:
         folder: where to.
-        architecture: one of ``ARCHITECTURES``. gemma3 has layers with a sliding window and layers without, so that the
-            engine makes two KV cache groups; repeating is a llama with so narrow weights that it often repeats itself, as
-            guesses from what came before need; deepseek has multi-head latent attention; bloom has
-            attention biased by distance (ALiBi), so that even exchanging two blocks of one prompt changes its output, which
-            with rotated keys it does not.
+        architecture: one of ``ARCHITECTURES``, or ``WIDE``: a llama large enough for prompts to take their time. gemma3 has
+            layers with a sliding window and layers without, so that the engine makes two KV cache groups; repeating is a llama
+            with so narrow weights that it often repeats itself, as guesses from what came before need; deepseek has multi-head
+            latent attention; bloom has attention biased by distance (ALiBi), so that even exchanging two blocks of one prompt
+            changes its output, which with rotated keys it does not.
         seed: other seeds give other weights of the same shape.
         layers: number of layers.
     """
@@ -68,6 +69,9 @@ def _causal_model(transformers: Any, architecture: str, layers: int) -> Any:
     if architecture in ("llama", "repeating"):
         common["initializer_range"] = 0.3 if architecture == "llama" else 0.05
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(**common))
+    if architecture == WIDE:
+        sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8, "head_dim": 64}
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**common | sizes | {"initializer_range": 0.05}))
     if architecture == "qwen3":
         return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**common))
     if architecture == "gemma3":

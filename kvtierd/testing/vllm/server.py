@@ -1,4 +1,4 @@
-"""vLLM's OpenAI API server as a child process, for tests."""
+"""vLLM's OpenAI API server as a child process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from tests.vllm.runner import ENGINE_TIMEOUT_S, LOG_TAIL, ROOT, engine_environment
+from kvtierd.testing.vllm.environment import ENGINE_TIMEOUT_S, LOG_TAIL, ROOT, engine_environment
 
 SWITCHES = {True: "--{}", False: "--no-{}"}
 
@@ -26,9 +26,10 @@ class ApiServer:
     Args:
         folder: for its log.
         arguments: of ``vllm.LLM``; they become the options of the command line.
+        python: interpreter of an environment with vLLM.
     """
 
-    def __init__(self, folder: Path, arguments: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, arguments: dict[str, Any], python: str = sys.executable) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.log_path = folder / "server.log"
         with socket.socket() as probe:
@@ -45,7 +46,7 @@ class ApiServer:
                 options += [f"--{option}", json.dumps(value) if isinstance(value, dict) else str(value)]
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *options],
+                [python, "-m", "vllm.entrypoints.openai.api_server", *options],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
