@@ -50,7 +50,7 @@ DEMO_ARGS ?=
 BENCH_ARGS ?=
 TEST_ARGS ?=
 
-.PHONY: help venv demo test fuzz simulate campaign soak overload load test-slow test-helm test-prometheus test-vllm test-vllm-oldest lock container-check audit lint format proto proto-check proto-baseline docs chart bench bench-peers build clean
+.PHONY: help venv demo demo-vllm test fuzz simulate campaign soak overload load test-slow test-helm test-prometheus test-vllm test-vllm-oldest lock container-check audit lint format proto proto-check proto-baseline docs chart bench bench-peers build clean
 
 help: ## show this list
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)$$/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -75,6 +75,10 @@ venv: $(DEV) ## make .venv with the package and the development tools
 
 demo: $(BASE) ## see the daemon at work: kvtierd demo
 	$(BIN)/kvtierd demo $(DEMO_ARGS)
+
+demo-vllm: $(BASE) ## see a chat through a real vLLM, without and with kvtierd, and a restart half-way
+	@bash tests/vllm/install.sh $(VLLM_VENV) $(VLLM_VERSION) $(PYTHON)
+	$(BIN)/python -m loadtest.vllm.demo --python $(VLLM_VENV)/bin/python $(DEMO_ARGS)
 
 test: $(DEV) ## run the quick tests
 	$(PYTEST) -m "not slow and not gpu" $(SIDE_BY_SIDE) $(TEST_ARGS)

@@ -38,13 +38,14 @@ class Turn:
 class BlockIds:
     """Gives each distinct prefix of whole blocks (and each end that fills one in part) a number."""
 
-    def __init__(self) -> None:
+    def __init__(self, block_tokens: int = BLOCK_TOKENS) -> None:
+        self._block_tokens = block_tokens
         self._ids: dict[tuple[int, tuple[tuple[str, int, int], ...]], int] = {}
 
     def of(self, segments: tuple[Segment, ...]) -> list[int]:
         ids: list[int] = []
         parts: list[tuple[str, int, int]] = []
-        room, last = BLOCK_TOKENS, -1
+        room, last = self._block_tokens, -1
         for name, length in segments:
             start = 0
             while start < length:
@@ -55,7 +56,7 @@ class BlockIds:
                 if room == 0:
                     last = self._ids.setdefault((last, tuple(parts)), len(self._ids))
                     ids.append(last)
-                    parts, room = [], BLOCK_TOKENS
+                    parts, room = [], self._block_tokens
         if parts:
             ids.append(self._ids.setdefault((last, tuple(parts)), len(self._ids)))
         return ids

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -86,6 +87,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
 def main(arguments: list[str] | None = None) -> int:
     args, rest = parser().parse_known_args(arguments)
     console = Console()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C: with daemon and clients ended
     try:
         settings = settings_of(args)
         requests, source = load_requests(args.trace, args.workload, settings, rest)
