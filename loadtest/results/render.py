@@ -19,6 +19,32 @@ says how many times faster kvtierd is.
 
 """
 
+REST = """
+## What else was measured
+
+Each page has its command, machine, date and versions.
+
+| page | what | where |
+| --- | --- | --- |
+| [recompute.md](recompute.md) | what of RAG chat is computed again, by tiers and their sizes | the core in virtual time |
+| [rag_chat.md](rag_chat.md) | the same, time to first token and throughput, through a real vLLM | CPUs, a small model |
+| [policy.md](policy.md) | eviction and admission on a public trace | the core in virtual time |
+| [engines.md](engines.md) | latency, hits and recovery under many engines and faults | the real daemon |
+| [faults.md](faults.md) | kills, a failing disk, overload, and hours of work | the real daemon |
+| [simulation.md](simulation.md) | a whole daemon under faults and crashes | simulated time |
+| [gpu.md](gpu.md) | time to first token, copies, registration, the cost of an engine step | one H200, vLLM |
+
+## What was not compared
+
+- Peers over NVMe: LMCache's disk tiers and Mooncake have not been run next to kvtierd's. NVMe is compared with the raw disk only.
+- vLLM's own OffloadingConnector: on the GPU page only, and for CPU memory only.
+- LMCache inside vLLM: what is measured here is its server, driven by its own benchmark client; no time to first token.
+- Recomputation: of the published shares only that of vLLM's own cache is reproduced. Those of SGLang, LMCache and a cluster-wide
+  cache are quoted in recompute.md.
+- One machine: two cores and a virtual disk here. Several NVMe drives, several GPUs or NUMA nodes, GPUDirect Storage, and caches
+  across nodes have no figures.
+"""
+
 
 def table(head: list[str], rows: list[list[str]]) -> str:
     lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
@@ -105,7 +131,7 @@ def main() -> None:
         path = HERE / name
         if path.exists():
             text += part(json.loads(path.read_text()))
-    (HERE / "README.md").write_text(text)
+    (HERE / "README.md").write_text(text + REST)
 
 
 if __name__ == "__main__":
