@@ -1,6 +1,6 @@
 """A chat over retrieved documents with a real vLLM, without and with kvtierd, and a restart of the engine half-way.
 
-``make demo-vllm``. A model of 25 million parameters with random weights is made here; nothing is downloaded but packages. Shows
+``make demo-vllm``. A model of 54 million parameters with random weights is made here; nothing is downloaded but packages. Shows
 where the tokens of the prompts came from and how long users waited for the first token of an answer, and draws that.
 """
 
@@ -105,7 +105,7 @@ def draw(path: Path, found: list[dict[str, Any]], restart: int) -> None:
     right.set(
         title="Where prompt tokens came from", xticks=range(len(found)), xticklabels=[row["case"] for row in found], ylim=(0, 1)
     )
-    right.legend(handles.values(), handles.keys())
+    right.legend(handles.values(), handles.keys(), loc="upper center", bbox_to_anchor=(0.5, -0.07), ncols=2, frameon=False)
     figure.savefig(path, dpi=120)
 
 
@@ -119,7 +119,7 @@ def main() -> int:
     scratch = Path(tempfile.mkdtemp(prefix="kvtierd-demo-vllm-"))
     try:
         of = machine() | versions(options.python)
-        prompts = rag_chat(options.conversations or 12, 2, 1, 6)
+        prompts = rag_chat(options.conversations or 14, 2, 1, 24)
         asked = needs(prompts, 0.38)
         mean = round(asked.tokens / len(prompts))
         say(f"{len(prompts)} requests of {mean:,} tokens (lengths of RAG chat / {SCALE}), {CONCURRENT} at a time")

@@ -86,7 +86,7 @@ def setting(found: dict[str, Any]) -> list[str]:
         f"by Zipf's law), user turns of {default['user_tokens'] / SCALE:.0f}, answers of {150 / SCALE:.0f}, {default['turns']} "
         f"turns; {TENANTS} tenants, {SYSTEM_PROMPTS} system prompts; {found['requests']} requests of {found['mean_tokens']:,} "
         f"tokens on average, in the order that their think times give, {CONCURRENT} at a time, each as soon as there is room",
-        f"- model: a llama of 8 layers, 512 wide, with random weights, bfloat16, one thread of arithmetic; {BLOCK_TOKENS} tokens "
+        f"- model: a llama of 8 layers, 768 wide, with random weights, bfloat16, one thread of arithmetic; {BLOCK_TOKENS} tokens "
         f"a block, {BLOCK_BYTES >> 10} KiB",
         f"- caches: {distinct} distinct blocks where tenants share ({needed['distinct']} where they do not). The engine's cache "
         f"has {needed['engine']} blocks, {needed['engine'] / distinct:.0%}: an LRU cache of that size recomputes "

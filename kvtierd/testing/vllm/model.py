@@ -70,7 +70,7 @@ def _causal_model(transformers: Any, architecture: str, layers: int) -> Any:
         common["initializer_range"] = 0.3 if architecture == "llama" else 0.05
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(**common))
     if architecture == WIDE:
-        sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8, "head_dim": 64}
+        sizes = {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 8, "num_attention_heads": 12, "head_dim": 64}
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(**common | sizes | {"initializer_range": 0.05}))
     if architecture == "qwen3":
         return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**common))
