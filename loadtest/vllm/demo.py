@@ -102,9 +102,7 @@ def draw(path: Path, found: list[dict[str, Any]], restart: int) -> None:
                 right.bar(place, share, bottom=base, color=colour, label=name)
             base += share
     handles = dict(zip(*reversed(right.get_legend_handles_labels()), strict=True))
-    right.set(
-        title="Where prompt tokens came from", xticks=range(len(found)), xticklabels=[row["case"] for row in found], ylim=(0, 1)
-    )
+    right.set(title="Prompt tokens", xticks=range(len(found)), xticklabels=[row["case"] for row in found], ylim=(0, 1))
     right.legend(handles.values(), handles.keys(), loc="upper center", bbox_to_anchor=(0.5, -0.07), ncols=2, frameon=False)
     figure.savefig(path, dpi=120)
 
