@@ -9,7 +9,6 @@ other's system prompts. Writes rag_chat.json and, with --page, the page of resul
 from __future__ import annotations
 
 import json
-import shlex
 import shutil
 import sys
 import tempfile
@@ -112,7 +111,8 @@ def page(found: dict[str, Any]) -> str:
         "",
         "Least possible: what caches without limits would leave, for new turns, answers that come back in the next prompt,",
         f"contexts asked for the first time, and the end of each prompt that fills no block of {BLOCK_TOKENS} tokens. With so few",
-        "requests, first times weigh more than in [recompute.md](recompute.md).",
+        "requests, first times weigh more than in [recompute.md](recompute.md). CPU memory as large as the engine's own cache holds",
+        "mostly what that one holds; a server has some three times as much.",
         "",
         "What these figures are not: a prompt of the traffic's true length costs a GPU seconds and has gigabytes to move; here it",
         "costs tenths of a second and moves megabytes, beside what a server costs by itself, on cores that others use too. The",
@@ -140,7 +140,7 @@ def main() -> int:
     end_in_order()
     options.output.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix="kvtierd-rag-chat-"))
-    command = shlex.join(["python", "-m", "loadtest.vllm.rag_chat", *(sys.argv[1:])])
+    some = f" --conversations {options.conversations}" if options.conversations else ""
     try:
         of = machine() | versions(options.python)
         prompts = rag_chat(options.conversations or 36, TENANTS, SYSTEM_PROMPTS, CONTEXTS)
@@ -148,7 +148,7 @@ def main() -> int:
         model = make_model(options.python, options.output)
         served = Served(options.python, model, scratch, needed.engine, prompts, say)
         found: dict[str, Any] = {
-            "command": command,
+            "command": f"python -m loadtest.vllm.rag_chat{some}",
             "machine": of,
             "requests": len(prompts),
             "mean_tokens": round(needed.tokens / len(prompts)),
