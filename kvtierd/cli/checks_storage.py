@@ -55,11 +55,11 @@ def check_folder(host: Host, config: Config, folder: Path) -> Iterator[Finding]:
     """One NVMe folder: writable, file system, O_DIRECT, speed."""
     name, base = f"folder {folder}", existing(folder)
     if not base.is_dir():
-        yield Finding(name, Level.ERROR, f"{base} is not a folder", "the NVMe tier cannot start", "name a folder in nvme.folders")
+        yield Finding(name, Level.ERROR, f"{base} is not a folder", _without(config), "name a folder in nvme.folders")
         return
     if not os.access(base, os.W_OK | os.X_OK):
         fix = f"sudo install -d -o $(id -un) {folder}, or name another in nvme.folders"
-        yield Finding(name, Level.ERROR, f"{base} is not writable", "the NVMe tier cannot start", fix)
+        yield Finding(name, Level.ERROR, f"{base} is not writable", _without(config), fix)
         return
     yield _file_system(host, config, name, base)
     try:
@@ -69,6 +69,12 @@ def check_folder(host: Host, config: Config, folder: Path) -> Iterator[Finding]:
         yield Finding(name, Level.ERROR, f"test file: {why}", "the NVMe tier cannot write here", "see the kernel's log; free space")
         return
     yield from _speed_findings(config, name, speed)
+
+
+def _without(config: Config) -> str:
+    if len(config.nvme.folders) == 1:
+        return "the NVMe tier cannot start"
+    return "the NVMe tier starts without it if it was in use before, and else not at all"
 
 
 def _file_system(host: Host, config: Config, name: str, base: Path) -> Finding:

@@ -98,6 +98,7 @@ def status_json(answer: admin_pb2.GetStatusResponse) -> dict[str, Any]:
                 "path": t.path,
                 "suspended": t.suspended,
                 "configured_bytes": t.configured_bytes,
+                "folders": [{"path": f.path, "problem": f.problem} for f in t.folders],
             }
             for t in answer.tiers
         ],
@@ -151,6 +152,8 @@ def render_status(answer: admin_pb2.GetStatusResponse, address: str) -> Renderab
     parts += [Text(""), _tier_table(answer)]
     parts += [Text(_journals(t), style="dim") for t in answer.tiers if t.configured_bytes > t.capacity_bytes]
     parts += [Text(f"{tier_name(t.tier)} takes nothing: {clean(t.suspended)}", style="red") for t in answer.tiers if t.suspended]
+    problems = [f for t in answer.tiers for f in t.folders if f.problem]
+    parts += [Text(clean(f"folder {f.path} is {f.problem}"), style="red") for f in problems]
     if answer.tenants:
         parts += [Text(""), _tenant_table(answer)]
     parts += [Text(""), _session_table(answer) if answer.sessions else Text("no sessions", style="dim")]

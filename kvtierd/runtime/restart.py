@@ -35,7 +35,7 @@ async def recover(core: TierCore, store: NvmeStore, clock: WallClock) -> int:
         The first generation that was not in use before.
 
     Raises:
-        StartupError: a journal or snapshot cannot be read.
+        StartupError: the folders cannot be read.
     """
     began_s = time.monotonic()
     try:

@@ -81,6 +81,7 @@ class AdminServicer(admin_pb2_grpc.KvTierAdminServiceServicer):
                     path=paths.get(t.tier, ""),
                     suspended=t.suspended,
                     configured_bytes=self._config.nvme.capacity if t.tier is Tier.NVME else t.capacity_bytes,
+                    folders=self._folders() if t.tier is Tier.NVME else [],
                 )
                 for t in shot.tiers
             ],
@@ -124,6 +125,10 @@ class AdminServicer(admin_pb2_grpc.KvTierAdminServiceServicer):
             "demotions": float(sum(n for src, dst, n in done if dst > src)),
             "promotions": float(sum(n for src, dst, n in done if dst < src)),
         }
+
+    def _folders(self) -> list[pb.FolderStatus]:
+        health = self._rt.nvme.health() if self._rt.nvme else {}
+        return [pb.FolderStatus(path=path, problem="" if state == "ok" else state) for path, state in health.items()]
 
     async def GetMetrics(self, request: pb.GetMetricsRequest, context: Context) -> Any:
         """See the proto."""

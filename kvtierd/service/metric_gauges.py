@@ -47,6 +47,8 @@ class Flags:
     """By tier name: what moves its bytes now."""
     nvme_engine: str = ""
     """Name of the engine of the NVMe tier; empty for none."""
+    folders_up: Mapping[str, bool] = field(default_factory=dict)
+    """Whether each configured folder of the NVMe tier takes new blocks."""
 
 
 def gauge_families(snapshot: StatsSnapshot | None, flags: Flags, labels: Mapping[str, str]) -> list[Metric]:
@@ -156,6 +158,12 @@ def _flag_families(flags: Flags) -> list[Metric]:
             "1 for the engine that moves bytes to and from NVMe.",
             (((e,), float(e == flags.nvme_engine)) for e in _NVME_ENGINES),
             ("engine",),
+        ),
+        _gauge(
+            "kvtierd_nvme_folder_up",
+            "1 while a folder of the NVMe tier takes new blocks; 0 when it was lost at the start, or fails.",
+            (((folder,), float(up)) for folder, up in flags.folders_up.items()),
+            ("folder",),
         ),
         _gauge("kvtierd_cpu_prefaulted_bytes", "Bytes of the CPU pool that are faulted in.", [((), flags.prefaulted_bytes)]),
         _gauge("kvtierd_ready", "1 while the daemon is ready to serve.", [((), float(flags.ready))]),

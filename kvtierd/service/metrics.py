@@ -267,10 +267,11 @@ class Metrics(Collector):
         self._nvme_calls["write"].value = write_calls
         self._nvme_calls["read"].value = read_calls
 
-    def folder_errors(self, errors: Mapping[str, int]) -> None:
-        """Set the I/O errors of each folder since the start; the folders, which are configured, count them."""
+    def folders(self, errors: Mapping[str, int], health: Mapping[str, str]) -> None:
+        """Set the I/O errors of each configured folder since the start, and "ok" or what is wrong with it."""
         for folder, n in errors.items():
             self._folder_errors.cell(folder).value = n
+        self.flags.folders_up = {folder: state == "ok" for folder, state in health.items()}
 
     def checkpoint(self, ok: bool = True) -> None:
         """Count one snapshot of the NVMe index."""

@@ -88,7 +88,7 @@ class Daemon:
         if runtime.nvme is not None:
             io = runtime.nvme.counters
             self.metrics.nvme_totals(io.written_bytes, io.read_bytes, io.write_calls, io.read_calls)
-            self.metrics.folder_errors(runtime.nvme.folder_errors())
+            self.metrics.folders(runtime.nvme.folder_errors(), runtime.nvme.health())
         return runtime.core.snapshot(runtime.now())
 
     async def serve(self) -> int:

@@ -16,7 +16,8 @@ import mmap
 import os
 import re
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -33,6 +34,7 @@ ERROR_WINDOW_S: Final = 60.0
 """Errors in a row within this time stop new segments, which are tried again this long after the last error."""
 
 _EXHAUSTED: Final = frozenset([errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+_BROKEN: Final = frozenset([errno.EIO, errno.ENXIO, errno.ENODEV, errno.EROFS, errno.ESTALE, errno.EUCLEAN, errno.ENOTCONN])
 MAX_SEQUENCE: Final = 1 << 40
 """Numbers of journals and snapshots beyond this are no daemon's."""
 MAX_NAMED: Final = 5
@@ -45,6 +47,28 @@ _OUR_NAME: Final = re.compile(
 )
 
 
+class FolderLostError(StartupError):
+    """A folder cannot be used, and its device may be the cause: a tier that has others may go on with those."""
+
+
+class FolderFailedError(Exception):
+    """The device of a folder answered with an error."""
+
+    def __init__(self, folder: Folder, error: OSError) -> None:
+        super().__init__(str(error))
+        self.folder = folder
+        self.error = error
+
+
+@contextmanager
+def work_on(folder: Folder) -> Iterator[None]:
+    """Errors of devices meanwhile are this folder's. Raises FolderFailedError."""
+    try:
+        yield
+    except OSError as e:
+        raise FolderFailedError(folder, e) from e
+
+
 class Folder:
     """A locked folder. Made by :meth:`claim`; thread-safe."""
 
@@ -54,6 +78,8 @@ class Folder:
         self.used_bytes = 0
         """Bytes of segment files; the segment table keeps it."""
         self.device = os.stat(path).st_dev
+        self.mount = mount_point_of(path)
+        """Where its file system is mounted."""
         self._lock_fd = lock_fd
         self._clock = clock
         self._lock = threading.Lock()
@@ -68,14 +94,17 @@ class Folder:
         """Make the folder where it is missing, check it and lock it.
 
         Raises:
-            StartupError: it cannot be made or written, is on a volatile file system, or another process holds it.
+            FolderLostError: it cannot be made or written.
+            StartupError: it is on a volatile file system, or another process holds it.
         """
         try:
             os.makedirs(path, exist_ok=True)
         except OSError as e:
-            raise StartupError(f"nvme folder {path} cannot be made ({e.strerror}): make it, or name another in nvme.folders") from e
+            raise FolderLostError(
+                f"nvme folder {path} cannot be made ({e.strerror}): make it, or name another in nvme.folders"
+            ) from e
         if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
-            raise StartupError(f"nvme folder {path} is not writable for user {os.geteuid()}: chown or chmod it, or name another")
+            raise FolderLostError(f"nvme folder {path} is not writable for user {os.geteuid()}: chown or chmod it, or name another")
         kind = file_system_of(path)
         if kind in VOLATILE_FILE_SYSTEMS and not allow_volatile:
             raise StartupError(
@@ -85,7 +114,7 @@ class Folder:
         try:
             fd = os.open(path / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as e:
-            raise StartupError(f"nvme folder {path} is not writable ({e.strerror}): chown, chmod or remount it") from e
+            raise FolderLostError(f"nvme folder {path} is not writable ({e.strerror}): chown, chmod or remount it") from e
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
@@ -100,7 +129,7 @@ class Folder:
             return cls(str(path), fd, clock)
         except OSError as e:
             os.close(fd)
-            raise StartupError(f"nvme folder {path} cannot be written ({e.strerror}): free space there, or name another") from e
+            raise FolderLostError(f"nvme folder {path} cannot be written ({e.strerror}): free space there, or name another") from e
 
     def release(self) -> None:
         """Give the lock back."""
@@ -213,8 +242,17 @@ class Folder:
         finally:
             os.close(fd)
 
+    def empty(self) -> int:
+        """Delete the blocks and what tells of them. Whose the folder is stays. Returns the bytes freed. Raises OSError."""
+        size_bytes = 0
+        for entry in self.our_files():
+            if entry.name not in _UNNUMBERED:
+                size_bytes += entry.stat().st_blocks * 512
+                os.unlink(entry.path)
+        return size_bytes
+
     def probe_direct(self) -> str:
-        """Try O_DIRECT with one page; "" when it works, else why not."""
+        """Try O_DIRECT with one page; "" when it works, else why not. Raises OSError when the device is broken."""
         path = self.file("probe.tmp")
         page = mmap.mmap(-1, PAGE_BYTES)
         fd = -1
@@ -225,6 +263,8 @@ class Folder:
                 return "a page written was not read back"
             return ""
         except OSError as e:
+            if e.errno in _BROKEN:
+                raise
             return e.strerror or str(e)
         finally:
             if fd >= 0:
@@ -280,10 +320,38 @@ def segment_name(extent_id: int, slot_bytes: int, slot_count: int) -> str:
 
 def file_system_of(path: Path) -> str:
     """Type of the file system that holds a path, as the kernel names it; "" when that is not known."""
+    return _mount_of(path)[1]
+
+
+def mount_point_of(path: str | Path) -> str:
+    """Where the file system that holds a path is mounted, also for a path that does not exist; "" when that is not known."""
+    return _mount_of(path)[0]
+
+
+def check_mounted(path: Path, mount: str) -> None:
+    """Look whether the file system that held a folder is there.
+
+    Args:
+        path: the folder, which is empty or missing now.
+        mount: where its file system was mounted; "" when that is not known.
+
+    Raises:
+        FolderLostError: what is at the path now is the file system below.
+    """
+    now = mount_point_of(path)
+    if mount and now and now != mount and mount.startswith(now.rstrip("/") + "/"):
+        raise FolderLostError(
+            f"nvme folder {path} is not there, as nothing is mounted at {mount}: mount its device, or take the folder out of "
+            f"nvme.folders for one start, to use the file system at {now} for it afterwards"
+        )
+
+
+def _mount_of(path: str | Path) -> tuple[str, str]:
+    """Mount point and type of the file system that holds a path; two "" when they are not known."""
     try:
         lines = Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines()
     except OSError:
-        return ""
+        return "", ""
     real = os.path.realpath(path)
     best = ("", "")
     for line in lines:
@@ -293,7 +361,7 @@ def file_system_of(path: Path) -> str:
         # Of several mounts on one point the last is on top.
         if inside and len(mount) >= len(best[0]):
             best = (mount, right.split(" ")[0])
-    return best[1]
+    return best
 
 
 def _is_plausible(entry: os.DirEntry[str]) -> bool:

@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Final, TypeVar
 
 import aiofiles
@@ -23,9 +24,9 @@ from kvtierd.tiers.base import BlockIo, RealmInfo, Recovered, RecoveredExtent, R
 from kvtierd.tiers.budget_file import SavedBudget, load_budget, save_budget
 from kvtierd.tiers.folder import Folder, is_exhausted
 from kvtierd.tiers.io_engine import IoEngine, choose_engine
-from kvtierd.tiers.journal import Journal
-from kvtierd.tiers.nvme_open import journal_limits, open_folders
-from kvtierd.tiers.pool_file import PoolFile, append_realm, save_pool
+from kvtierd.tiers.nvme_fit import journal_limits
+from kvtierd.tiers.nvme_open import open_folders
+from kvtierd.tiers.pool_file import append_realm, save_pool
 from kvtierd.tiers.record import Entry, pack_block, pack_removal
 from kvtierd.tiers.recovery import LiveBlocks
 from kvtierd.tiers.segments import SegmentTable
@@ -42,18 +43,23 @@ SPARE_REALMS: Final = 64
 class NvmeStore:
     """Blocks on NVMe; see :class:`kvtierd.tiers.base.BlockStore`. Thread-safe. Made by :meth:`open`."""
 
-    def __init__(self, config: NvmeConfig, engine: IoEngine, folders: list[Folder], pool: PoolFile, usable_bytes: int) -> None:
+    def __init__(self, config: NvmeConfig, engine: IoEngine, clock: Callable[[], float]) -> None:
+        self._max_generation = 0
+        self._max_extent_id = 0
+        opened = open_folders(config, engine, self._floors, clock)
         self._engine = engine
-        self._folders = folders
-        self._pool = pool
+        self._folders = folders = opened.folders
+        self.lost = opened.lost
+        """Folders that could not be used at the start, and why."""
+        self._pool = opened.pool
+        self._journals = opened.journals
+        self._logs = opened.logs
         self._realms: dict[int, StoredRealm] = {}
         self._realm_lock = threading.Lock()
         self._recovered = False
-        self._max_generation = 0
-        self._max_extent_id = 0
         self._snapshot_lock = asyncio.Lock()
         _, self._snapshot_at_bytes, self._journal_limit_bytes = journal_limits(config)
-        self.capacity_bytes = usable_bytes
+        self.capacity_bytes = opened.usable_bytes
         """Bytes that extents may take: the configured capacity less what journals and snapshots may need, or what there is."""
         self.counters = IoCounters()
         self.path = "o_direct" if all(f.direct for f in folders) else "buffered"
@@ -61,7 +67,6 @@ class NvmeStore:
         self.engine_name = engine.name
         self._table = SegmentTable(engine, folders, self.capacity_bytes, config.reserve)
         self._mover = SlotMover(engine, self._table, self._realms, self.counters)
-        self._journals = {id(f): Journal(f, engine, pool.pool_id, self._floors) for f in folders}
 
     @classmethod
     def open(cls, config: NvmeConfig, *, engine: IoEngine | None = None, clock: Callable[[], float] = time.monotonic) -> NvmeStore:
@@ -75,8 +80,7 @@ class NvmeStore:
         Raises:
             StartupError: a folder cannot be used, is held by another daemon or has not enough space; says what to do.
         """
-        engine = engine or choose_engine(config)
-        return cls(config, engine, *open_folders(config, clock))
+        return cls(config, engine or choose_engine(config), clock)
 
     def _floors(self) -> tuple[int, int]:
         return self._max_generation, self._max_extent_id
@@ -84,7 +88,7 @@ class NvmeStore:
     # Start
 
     def recover(self) -> Recovered:
-        """Read journals and snapshots; once, before anything else. Blocking. Raises OSError when a journal cannot be read."""
+        """What journals and snapshots tell; once, before anything else. Blocking. Raises OSError when a folder cannot be read."""
         assert not self._recovered, "recover() is called once"
         extents: dict[int, RecoveredExtent] = {}
         records = []
@@ -95,7 +99,7 @@ class NvmeStore:
             for extent_id, slot_bytes, slot_count in own:
                 self._table.adopt(folder, extent_id, slot_bytes, slot_count)
                 extents[extent_id] = RecoveredExtent(extent_id, slot_bytes, slot_count)
-            found, header = self._journals[id(folder)].load()
+            found, header = self._logs.pop(id(folder))
             records += [(r, frozenset(extent_id for extent_id, _, _ in own)) for r in found]
             maxima = [(r["generation"].max(), r["slot"].max() >> SLOT_INDEX_BITS) for r in found if len(r)]
             realm_ids += [int(r["realm"].max()) for r in found if len(r)]
@@ -140,7 +144,7 @@ class NvmeStore:
                 return
             pool = self._pool
             if in_use is not None:
-                pool = PoolFile(pool.pool_id, [*(r for r in pool.realms if r.realm_id in in_use), realm])
+                pool = replace(pool, realms=[*(r for r in pool.realms if r.realm_id in in_use), realm])
                 self._save_realm(lambda folder: save_pool(folder, pool))
                 for realm_id in self._realms.keys() - {r.realm_id for r in pool.realms}:
                     del self._realms[realm_id]
@@ -391,11 +395,11 @@ class NvmeStore:
         return sum(f.file_bytes() for f in self._folders)
 
     def health(self) -> dict[str, str]:
-        """ "ok" or what is wrong, by folder."""
-        return {f.path: f.health for f in self._folders}
+        """ "ok" or what is wrong, by folder, those that are lost too."""
+        return {f.path: f.health for f in self._folders} | {path: f"lost: {why}" for path, why in self.lost.items()}
 
     def folder_errors(self) -> dict[str, int]:
-        """I/O errors since the start, reads and writes, by folder."""
+        """I/O errors since the start, reads and writes, by folder that is in use."""
         return {f.path: f.error_count for f in self._folders}
 
     def close(self) -> None:

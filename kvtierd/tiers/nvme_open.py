@@ -1,64 +1,244 @@
-"""Start of the NVMe tier: claim folders, agree on one pool, choose the I/O path, fit the files to capacity and real space."""
+"""Start of the NVMe tier: claim folders, agree on one pool, choose the I/O path, read journals; go on without what is lost."""
 
 from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
 
 from kvtierd.config import NvmeConfig
 from kvtierd.errors import StartupError
 from kvtierd.tiers.base import RealmInfo
-from kvtierd.tiers.folder import Folder, segment_name
-from kvtierd.tiers.pool_file import PoolFile, load_pool, new_pool_id, save_pool
+from kvtierd.tiers.folder import Folder, FolderFailedError, FolderLostError, check_mounted, is_exhausted, work_on
+from kvtierd.tiers.io_engine import IoEngine
+from kvtierd.tiers.journal import Journal
+from kvtierd.tiers.membership import first_membership, latest
+from kvtierd.tiers.nvme_fit import drop_doubles, fit_capacity, journal_limits, usable_bytes_of
+from kvtierd.tiers.pool_file import PoolFile, load_pool, new_pool_id, peek_membership, save_pool
+from kvtierd.tiers.record import FileHeader, Records
 
 log = logging.getLogger(__name__)
 
-
-def journal_limits(config: NvmeConfig) -> tuple[int, int, int]:
-    """Divide the configured capacity, so that all files together stay below it.
-
-    A slot takes at least two pages and a snapshot 72 bytes for each, so two snapshots (the former one and its successor)
-    take at most 9/16 of 1/32 of the capacity; journals get the other 7/16. Snapshots are asked for long before that is full.
-
-    Returns:
-        Bytes for extents, journal bytes at which a snapshot is due, journal bytes at which writes are refused.
-    """
-    aside = min(config.capacity // 32, max(16 * config.snapshot_journal, 1 << 30))
-    return config.capacity - aside, min(config.snapshot_journal, aside // 8), aside * 7 // 16
+ATTEMPTS: Final = 2
+"""Errors of its device after which a folder is lost."""
 
 
-def open_folders(config: NvmeConfig, clock: Callable[[], float]) -> tuple[list[Folder], PoolFile, int]:
-    """Claim all folders and prepare them.
+@dataclass(slots=True)
+class Opened:
+    """What a start has found, ready for use."""
 
-    Returns:
-        The folders, the pool, and how many bytes segments may take.
+    folders: list[Folder]
+    pool: PoolFile
+    usable_bytes: int
+    """Bytes that segments may take."""
+    journals: dict[int, Journal]
+    """Of each folder, by its identity; loaded."""
+    logs: dict[int, tuple[list[Records], FileHeader]]
+    """What they hold."""
+    lost: dict[str, str]
+    """Folders that cannot be used, and why."""
+
+
+def open_folders(config: NvmeConfig, engine: IoEngine, floors: Callable[[], tuple[int, int]], clock: Callable[[], float]) -> Opened:
+    """Claim all folders and prepare them. One that belongs to the pool and is lost is left out, where there are others.
+
+    Args:
+        config: the tier's configuration.
+        engine: opens journals.
+        floors: for journals.
+        clock: seconds, monotonic.
 
     Raises:
-        StartupError: one cannot be used; then none stays locked.
+        StartupError: the tier cannot be used; then no folder stays locked.
     """
-    folders: list[Folder] = []
+    _check_distinct(config)
+    opening = _Opening(config, engine, floors, clock)
     try:
-        _check_distinct(config)
-        for path in config.folders:
-            folders.append(  # noqa: PERF401 - those claimed before a failure must be released
-                Folder.claim(path, allow_volatile=config.allow_volatile, clock=clock)
-            )
-        for folder in folders:
-            folder.clean_up()
-            _choose_path(config, folder)
-        pool = _agree_on_pool(folders)
-        _drop_doubles(folders)
-        _fit_capacity(folders, journal_limits(config)[0])
-        return folders, pool, _usable_bytes(config, folders)
-    except OSError as e:
-        for folder in folders:
-            folder.release()
-        raise StartupError(f"nvme folder cannot be prepared: {e}; check the device and the folder's permissions") from e
+        opening.claim()
+        while (opened := opening.attempt()) is None:
+            pass
     except StartupError:
-        for folder in folders:
-            folder.release()
+        opening.release()
         raise
+    for why in opened.lost.values():
+        log.error(
+            "a folder is lost: %s. The tier goes on with %d of %d folders and %d bytes for blocks; what the lost folder holds is "
+            "deleted when it is there again",
+            why, len(opened.folders), len(config.folders), opened.usable_bytes,
+        )  # fmt: skip
+    return opened
+
+
+class _Opening:
+    """One start: claims folders, and prepares them all, over again without those that fail."""
+
+    def __init__(
+        self, config: NvmeConfig, engine: IoEngine, floors: Callable[[], tuple[int, int]], clock: Callable[[], float]
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        self._floors = floors
+        self._clock = clock
+        self._folders: list[Folder] = []
+        self._journals: dict[int, Journal] = {}
+        self._lost: dict[str, FolderLostError] = {}
+        """By the path that is configured."""
+        self._failures: Counter[str] = Counter()
+
+    def claim(self) -> None:
+        """Lock all folders that are there. Raises StartupError when none is, or one is not fit for use."""
+        config = self._config
+        peeked = [peek_membership(path) for path in config.folders] if len(config.folders) > 1 else [None]
+        known = [membership for membership in peeked if membership is not None]
+        for path, membership in zip(config.folders, peeked, strict=True):
+            try:
+                if known and membership is None:
+                    check_mounted(path, latest(known).mount_of(os.path.realpath(path)))
+                self._folders.append(Folder.claim(path, allow_volatile=config.allow_volatile, clock=self._clock))
+            except FolderLostError as e:
+                self._lost[str(path)] = e
+        if not self._folders:
+            raise next(iter(self._lost.values()))
+
+    def release(self) -> None:
+        """Unlock everything."""
+        for folder in self._folders:
+            folder.release()
+
+    def attempt(self) -> Opened | None:
+        """Prepare the folders that are left; None when one of them failed, for another attempt. Raises StartupError."""
+        try:
+            return self._prepare()
+        except FolderFailedError as e:
+            self._close_journals()
+            self._failed(e.folder, e.error)
+            return None
+
+    def _failed(self, folder: Folder, error: OSError) -> None:
+        """An error may be a passing one; with the second the folder is lost. Raises StartupError when it was the last."""
+        why = f"nvme folder {folder.path} cannot be prepared: {error}; check the device and the folder's permissions"
+        if is_exhausted(error):  # the folder is well, and so is what it holds
+            raise StartupError(why) from error
+        self._failures[folder.path] += 1
+        if self._failures[folder.path] < ATTEMPTS:
+            log.warning("nvme folder %s: %s; trying once more", folder.path, error)
+            return
+        if len(self._folders) == 1:
+            raise StartupError(why) from error
+        self._folders.remove(folder)
+        folder.release()
+        self._lost[folder.path] = FolderLostError(why)
+
+    def _close_journals(self) -> None:
+        for journal in self._journals.values():
+            journal.close()
+        self._journals.clear()
+
+    def _prepare(self) -> Opened:
+        """Raises FolderFailedError, and StartupError for what is no device's fault."""
+        config, folders = self._config, self._folders
+        for folder in folders:
+            with work_on(folder):
+                folder.clean_up()
+                _choose_path(config, folder)
+        plan = self._agree_on_pool()
+        logs = {}
+        for folder in folders:
+            if id(folder) not in plan.stale:
+                logs[id(folder)] = self._load_journal(folder, plan.pool)
+        # All that may be read has been: only now is it written down who goes on.
+        for folder in folders:
+            with work_on(folder):
+                if id(folder) in plan.stale:
+                    _empty(folder)
+                if id(folder) in plan.outdated:
+                    save_pool(folder, plan.pool)
+            if id(folder) in plan.stale:
+                logs[id(folder)] = self._load_journal(folder, plan.pool)
+        drop_doubles(folders)
+        fit_capacity(folders, journal_limits(config)[0])
+        usable_bytes = usable_bytes_of(config, folders, lost=len(self._lost))
+        lost = {path: str(error) for path, error in self._lost.items()}
+        return Opened(folders, plan.pool, usable_bytes, self._journals, logs, lost)
+
+    def _load_journal(self, folder: Folder, pool: PoolFile) -> tuple[list[Records], FileHeader]:
+        with work_on(folder):
+            journal = self._journals[id(folder)] = Journal(folder, self._engine, pool.pool_id, self._floors)
+            return journal.load()
+
+    def _agree_on_pool(self) -> _Plan:
+        """One pool id and all realms of the folders that were there all along. Changes nothing."""
+        found = []
+        for folder in self._folders:
+            with work_on(folder):
+                found.append((folder, *load_pool(folder)))
+        ids = {pool.pool_id: folder.path for folder, pool, _ in found if pool is not None}
+        if len(ids) > 1:
+            raise StartupError(
+                f"nvme folders {' and '.join(ids.values())} hold caches of different daemons: name only folders that were used "
+                "together, or empty one of them"
+            )
+        pool_id = next(iter(ids), None) or new_pool_id()
+        known = [pool.membership for _, pool, _ in found if pool is not None]
+        former = latest(known) if known else first_membership(pool_id)
+        for path, error in self._lost.items():
+            if not former.knows(os.path.realpath(path)):
+                raise error
+        present = {os.path.realpath(folder.path): folder.mount for folder in self._folders}
+        membership = former.after(present, [os.path.realpath(path) for path in self._lost])
+        # A folder that has lost its pool.json says nothing of itself; the others know whether it was there.
+        stale = {
+            id(folder)
+            for folder, pool, _ in found
+            if (pool.membership.tag != former.tag if pool else not former.may_have(os.path.realpath(folder.path)))
+        }
+        pools = [pool for folder, pool, _ in found if pool is not None and id(folder) not in stale]
+        merged = PoolFile(pool_id, _merged_realms(pools), membership)
+        outdated = {
+            id(folder)
+            for folder, pool, whole in found
+            if pool is None or not whole or (pool.realms, pool.membership) != (merged.realms, membership)
+        }
+        return _Plan(merged, stale, outdated)
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What folders are to have in common."""
+
+    pool: PoolFile
+    stale: set[int]
+    """Identities of folders that were away, or are new: what they hold is deleted."""
+    outdated: set[int]
+    """Of those whose ``pool.json`` is to be written."""
+
+
+def _merged_realms(pools: Sequence[PoolFile]) -> list[RealmInfo]:
+    """Realms of all folders, without those that they disagree about."""
+    realms: dict[int, RealmInfo] = {}
+    disputed: set[int] = set()
+    for pool in pools:
+        for realm in pool.realms:
+            if realms.setdefault(realm.realm_id, realm) != realm:
+                disputed.add(realm.realm_id)
+    for realm_id in sorted(disputed):  # a disk that lost what it had called written
+        log.error("nvme folders disagree about whose blocks those of realm %d are: they are dropped", realm_id)
+        del realms[realm_id]
+    # Of two with the same identity the earlier was forgotten, as it held nothing, and the later took its place.
+    latest_of = {(r.tenant, r.namespace.fingerprint(), r.shared): r for _, r in sorted(realms.items())}
+    return list(latest_of.values())
+
+
+def _empty(folder: Folder) -> None:
+    size_bytes = folder.empty()
+    if size_bytes:
+        log.warning(
+            "nvme folder %s was away while others of its cache were in use: what it held (%d bytes) was deleted, as it may be "
+            "out of date", folder.path, size_bytes,
+        )  # fmt: skip
 
 
 def _check_distinct(config: NvmeConfig) -> None:
@@ -82,120 +262,3 @@ def _choose_path(config: NvmeConfig, folder: Folder) -> None:
         )
     log.warning("nvme folder %s does not take O_DIRECT (%s): its I/O goes through the page cache", folder.path, problem)
     folder.direct = False
-
-
-def _agree_on_pool(folders: Sequence[Folder]) -> PoolFile:
-    """One pool id and all realms; written to folders that lack them."""
-    found = [(folder, *load_pool(folder)) for folder in folders]
-    ids = {pool.pool_id: folder.path for folder, pool, _ in found if pool is not None}
-    if len(ids) > 1:
-        raise StartupError(
-            f"nvme folders {' and '.join(ids.values())} hold caches of different daemons: name only folders that were used "
-            "together, or empty one of them"
-        )
-    realms: dict[int, RealmInfo] = {}
-    disputed: set[int] = set()
-    for _, pool, _ in found:
-        for realm in pool.realms if pool else ():
-            if realms.setdefault(realm.realm_id, realm) != realm:
-                disputed.add(realm.realm_id)
-    for realm_id in sorted(disputed):  # a disk that lost what it had called written, or a folder that was away
-        log.error("nvme folders disagree about whose blocks those of realm %d are: they are dropped", realm_id)
-        del realms[realm_id]
-    # Of two with the same identity the earlier was forgotten, as it held nothing, and the later took its place.
-    latest = {(r.tenant, r.namespace.fingerprint(), r.shared): r for _, r in sorted(realms.items())}
-    merged = PoolFile(next(iter(ids), None) or new_pool_id(), list(latest.values()))
-    for folder, pool, whole in found:
-        if pool is None or not whole or pool.realms != merged.realms:
-            save_pool(folder, merged)
-    return merged
-
-
-def _drop_doubles(folders: Sequence[Folder]) -> None:
-    """Delete older segments that have another's extent id: they come from a folder that was away for a while.
-
-    In one folder there is only one of each id; what somebody copied there is left alone.
-    """
-    for folder in folders:
-        first: dict[int, tuple[int, str]] = {}
-        for extent_id, slot_bytes, slot_count in folder.segments():
-            name = segment_name(extent_id, slot_bytes, slot_count)
-            candidate = (os.stat(folder.file(name)).st_mtime_ns, name)
-            other = first.setdefault(extent_id, candidate)
-            if other is not candidate:
-                first[extent_id] = min(other, candidate)
-                folder.ignore(max(other, candidate)[1], f"{min(other, candidate)[1]} is the same extent, and older")
-    newest: dict[int, tuple[int, str]] = {}
-    for folder in folders:
-        for extent_id, slot_bytes, slot_count in folder.segments():
-            path = folder.file(segment_name(extent_id, slot_bytes, slot_count))
-            candidate = (os.stat(path).st_mtime_ns, path)
-            other = newest.setdefault(extent_id, candidate)
-            if other is candidate:
-                continue
-            newest[extent_id] = max(other, candidate)
-            log.warning("%s is older than another segment of the same extent and is deleted", min(other, candidate)[1])
-            os.unlink(min(other, candidate)[1])
-
-
-def _fit_capacity(folders: Sequence[Folder], capacity_bytes: int) -> None:
-    """Delete whole segments, oldest first, until the rest fits a capacity that was lowered.
-
-    Files shorter than their name says (after a power cut, or somebody else's) are used while there is room, and cost no other.
-    """
-    found = [(e, b * c, segment_name(e, b, c), folder) for folder in folders for e, b, c in folder.segments()]
-    whole: list[tuple[int, int, str]] = []
-    short: list[tuple[int, int, str, Folder]] = []
-    for extent_id, size, name, folder in found:
-        if os.stat(folder.file(name)).st_size == size:
-            whole.append((extent_id, size, folder.file(name)))
-        else:
-            short.append((extent_id, size, name, folder))
-    total = sum(size for _, size, _ in whole)
-    count = dropped = 0
-    for _, size, path in sorted(whole):
-        if total - dropped <= capacity_bytes:
-            break
-        os.unlink(path)
-        dropped += size
-        count += 1
-    room = capacity_bytes - total + dropped
-    for _, size, name, folder in sorted(short, key=lambda s: s[0]):
-        if size > room:
-            folder.ignore(name, "it is shorter than its name says, and there is no room for that")
-        else:
-            room -= size
-    if count:
-        log.warning(
-            "segments take %d bytes, the capacity allows %d: the oldest %d segments (%d bytes) were deleted with their blocks",
-            total, capacity_bytes, count, dropped,
-        )  # fmt: skip
-
-
-def _usable_bytes(config: NvmeConfig, folders: Sequence[Folder]) -> int:
-    """Bytes that segments may take: all that is configured, unless others have filled the disk beside an existing cache.
-
-    Raises:
-        StartupError: a cache that has no segments yet does not fit into what is free above the reserve.
-    """
-    limit = journal_limits(config)[0]
-    devices = {f.device: f for f in folders}
-    own = sum(f.file_bytes() for f in folders)
-    free = sum(max(f.free_bytes() - config.reserve, 0) for f in devices.values())
-    if own + free >= config.capacity:
-        return limit
-    held = sum(b * c for f in folders for _, b, c in f.segments())
-    if not held:
-        raise StartupError(
-            f"nvme.capacity is {config.capacity} bytes, but only {own + free} fit: {own} are in use by this cache and {free} are "
-            f"free beside the reserve of {config.reserve} on each file system; lower nvme.capacity or nvme.reserve, or free "
-            f"space (files named *.old-format-N in {', '.join(f.path for f in folders)} may be deleted)"
-        )
-    # What exists is allocated already and can be used again for other blocks; journals need their part of the rest.
-    usable = min(max(own + free - (config.capacity - limit), held), limit)
-    log.warning(
-        "nvme.capacity is %d bytes, but others have filled the disk: this cache has %d and %d are free beside the reserve; it "
-        "starts with %d bytes for blocks; free space and restart the daemon to have all",
-        config.capacity, own, free, usable,
-    )  # fmt: skip
-    return usable

@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 from kvtierd.errors import RequestError
@@ -19,6 +20,7 @@ from kvtierd.model import FORMAT_VERSION, Namespace
 from kvtierd.tiers.base import RealmInfo
 from kvtierd.tiers.folder import Folder
 from kvtierd.tiers.json_file import checked, checksum, parse_object, read_json, read_plain, seal
+from kvtierd.tiers.membership import Membership, first_membership, membership_from
 from kvtierd.tiers.record import MAX_REALM_ID, POOL_ID_BYTES
 
 log = logging.getLogger(__name__)
@@ -29,10 +31,15 @@ LOG_NAME: Final = "realms.log"
 
 @dataclass(slots=True)
 class PoolFile:
-    """A pool's id and its realms."""
+    """A pool's id, its realms and its folders."""
 
     pool_id: bytes
     realms: list[RealmInfo] = field(default_factory=list)
+    membership: Membership = field(default_factory=lambda: Membership(""))
+
+    def __post_init__(self) -> None:
+        if not self.membership.tag:
+            self.membership = first_membership(self.pool_id)
 
 
 def new_pool_id() -> bytes:
@@ -63,9 +70,18 @@ def load_pool(folder: Folder) -> tuple[PoolFile | None, bool]:
     return pool, not added and version == FORMAT_VERSION
 
 
+def peek_membership(path: Path) -> Membership | None:
+    """What a folder that is not claimed says of its pool's folders; None when it says nothing that can be read."""
+    try:
+        body = read_json(os.path.join(path, POOL_NAME))["pool"]
+        return membership_from(body["folders"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
 def save_pool(folder: Folder, pool: PoolFile) -> None:
     """Replace both files by one ``pool.json``, atomically. Raises OSError."""
-    body = {"pool_id": pool.pool_id.hex(), "realms": [realm_to(r) for r in pool.realms]}
+    body = {"pool_id": pool.pool_id.hex(), "realms": [realm_to(r) for r in pool.realms], "folders": pool.membership.to_json()}
     content = {"format_version": FORMAT_VERSION, "pool": body, "checksum": checksum(body)}
     content["seal"] = seal(content)
     folder.replace(POOL_NAME, json.dumps(content).encode())
@@ -119,7 +135,9 @@ def _pool_from(content: Mapping[str, Any]) -> PoolFile:
     pool_id = bytes.fromhex(body["pool_id"])
     if len(pool_id) != POOL_ID_BYTES:
         raise ValueError(f"a pool id of {len(pool_id)} bytes")
-    return PoolFile(pool_id, [realm for item in body["realms"] if (realm := realm_from(item)) is not None])
+    # Files of before folders were noted have none: they are all the same.
+    membership = membership_from(body["folders"]) if "folders" in body else first_membership(pool_id)
+    return PoolFile(pool_id, [realm for item in body["realms"] if (realm := realm_from(item)) is not None], membership)
 
 
 def realm_to(realm: RealmInfo) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class TierStatus(_message.Message):
-    __slots__ = ("tier", "capacity_bytes", "reserved_bytes", "used_bytes", "copies", "dirty_bytes", "pinned_bytes", "path", "suspended", "configured_bytes")
+    __slots__ = ("tier", "capacity_bytes", "reserved_bytes", "used_bytes", "copies", "dirty_bytes", "pinned_bytes", "path", "suspended", "configured_bytes", "folders")
     TIER_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     RESERVED_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -44,6 +44,7 @@ class TierStatus(_message.Message):
     PATH_FIELD_NUMBER: _ClassVar[int]
     SUSPENDED_FIELD_NUMBER: _ClassVar[int]
     CONFIGURED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FOLDERS_FIELD_NUMBER: _ClassVar[int]
     tier: _kvtier_pb2.Tier
     capacity_bytes: int
     reserved_bytes: int
@@ -54,7 +55,16 @@ class TierStatus(_message.Message):
     path: str
     suspended: str
     configured_bytes: int
-    def __init__(self, tier: _Optional[_Union[_kvtier_pb2.Tier, str]] = ..., capacity_bytes: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., copies: _Optional[int] = ..., dirty_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., path: _Optional[str] = ..., suspended: _Optional[str] = ..., configured_bytes: _Optional[int] = ...) -> None: ...
+    folders: _containers.RepeatedCompositeFieldContainer[FolderStatus]
+    def __init__(self, tier: _Optional[_Union[_kvtier_pb2.Tier, str]] = ..., capacity_bytes: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., copies: _Optional[int] = ..., dirty_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., path: _Optional[str] = ..., suspended: _Optional[str] = ..., configured_bytes: _Optional[int] = ..., folders: _Optional[_Iterable[_Union[FolderStatus, _Mapping]]] = ...) -> None: ...
+
+class FolderStatus(_message.Message):
+    __slots__ = ("path", "problem")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    problem: str
+    def __init__(self, path: _Optional[str] = ..., problem: _Optional[str] = ...) -> None: ...
 
 class TenantStatus(_message.Message):
     __slots__ = ("tenant", "blocks", "used_bytes", "quota_bytes", "hits", "misses", "limits", "tenant_class")

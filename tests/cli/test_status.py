@@ -36,7 +36,13 @@ def answer(**changes: Any) -> admin_pb2.GetStatusResponse:
         blocks=1234,
         tiers=[
             admin_pb2.TierStatus(tier=kvtier_pb2.TIER_CPU, capacity_bytes=2**30, used_bytes=2**29, copies=12, path="memfd"),
-            admin_pb2.TierStatus(tier=kvtier_pb2.TIER_NVME, capacity_bytes=2**32, path="o_direct", suspended="I/O errors"),
+            admin_pb2.TierStatus(
+                tier=kvtier_pb2.TIER_NVME,
+                capacity_bytes=2**32,
+                path="o_direct",
+                suspended="I/O errors",
+                folders=[admin_pb2.FolderStatus(path="/a"), admin_pb2.FolderStatus(path="/b", problem="lost: \x1b[2Jgone")],
+            ),
         ],
         tenants=[
             admin_pb2.TenantStatus(
@@ -57,6 +63,7 @@ def test_text(admin: Any, kvtierd: Kvtierd) -> None:
     for part in ("kvtierd 1.2.3", "1 h 2 min", "1,234 blocks", "512 MiB", "50 %", "o_direct", "vllm-0", "75 %", "draining"):
         assert part in result.output, part
     assert "nvme takes nothing: I/O errors" in result.output
+    assert "folder /b is lost: " in result.output and "folder /a" not in result.output
     assert "kvtierd_hits_total" in result.output
     assert "kvtierd_misses_total" not in result.output, "counters at zero only fill the screen"
 
@@ -66,6 +73,7 @@ def test_json_has_everything(admin: Any, kvtierd: Kvtierd) -> None:
     data = json.loads(kvtierd("status", "--address", admin.address, "--json").output)
     assert data["tiers"][0]["tier"] == "cpu"
     assert data["tiers"][1]["suspended"] == "I/O errors"
+    assert data["tiers"][1]["folders"][0] == {"path": "/a", "problem": ""}
     assert data["tenants"][0]["used_bytes"] == {"hbm": 0, "cpu": 1, "nvme": 2}
     quotas = {tier: limit["quota_bytes"] for tier, limit in data["tenants"][0]["limits"].items()}
     assert quotas == {"cpu": 4, "nvme": None}, "none and nothing differ"

@@ -137,7 +137,7 @@ def _stays(daemon: DaemonProcess, client: Client) -> bool:
     return all(tiers & Tier.NVME.bit for tiers in client.lookup(keys, each=True).tiers)
 
 
-@pytest.mark.parametrize("part", ["journal-", "snapshot-", "pool.json", "/b"])
+@pytest.mark.parametrize("part", ["journal-", "snapshot-", "pool.json"])
 def test_a_start_on_a_dead_disk_says_why(disk: FaultyDisk, make_faulty: MakeDaemon, make_client: MakeClient, part: str) -> None:
     daemon = make_faulty("a", "b")
     keys = new_keys(20)
@@ -150,6 +150,38 @@ def test_a_start_on_a_dead_disk_says_why(disk: FaultyDisk, make_faulty: MakeDaem
     disk.heal()
     daemon.start()
     assert load_all(make_client(daemon, SIZE), keys) == set(range(20)), "nothing was changed meanwhile"
+
+
+def test_a_start_without_one_of_two_folders(disk: FaultyDisk, make_faulty: MakeDaemon, make_client: MakeClient) -> None:
+    daemon = make_faulty("a", "b", nvme={"segment": "16MiB"})
+    client = make_client(daemon, SIZE)
+    for _ in range(6):
+        save(client, keys := new_keys(20))
+        to_nvme_only(daemon)
+    client.close()
+    whole_bytes = daemon.status().tiers[-1].capacity_bytes
+    assert daemon.stop() == 0
+    disk.kill("/b")
+    daemon.start()
+    tier = daemon.status().tiers[-1]
+    problems = {f.path: f.problem for f in tier.folders}
+    assert problems[f"{disk.under}/a"] == "" and problems[f"{disk.under}/b"].startswith("lost: ")
+    assert "Input/output error" in problems[f"{disk.under}/b"] and tier.capacity_bytes < whole_bytes
+    with daemon.admin() as stub:
+        text = stub.GetMetrics(pb.GetMetricsRequest()).text
+    assert f'kvtierd_nvme_folder_up{{folder="{disk.under}/b"}} 0.0' in text
+    client = make_client(daemon, SIZE)
+    save(client, fresh := new_keys(20))
+    to_nvme_only(daemon)
+    client.close()
+    daemon.kill()
+    disk.heal()
+    daemon.start()
+    assert not any(f.problem for f in daemon.status().tiers[-1].folders)
+    client = make_client(daemon, SIZE)
+    load_all(client, keys)
+    assert load_all(client, fresh) == set(range(20)), "what was saved meanwhile is there"
+    assert "was away while others of its cache were in use" in check_log(daemon)
 
 
 def test_a_dead_disk_holds_no_shutdown_up(disk: FaultyDisk, make_faulty: MakeDaemon, make_client: MakeClient) -> None:

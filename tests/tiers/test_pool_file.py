@@ -14,6 +14,7 @@ import pytest
 from kvtierd.model import Result, slot_id
 from kvtierd.tiers.base import RealmInfo
 from kvtierd.tiers.nvme import SPARE_REALMS, NvmeStore
+from kvtierd.tiers.pool_file import append_realm
 from tests.tiers.conformance import assert_held, block, realm_of, slot_bytes_for
 from tests.tiers.nvme_tools import MIB, config_for, open_store
 
@@ -154,12 +155,12 @@ def test_what_folders_disagree_about_is_dropped_and_its_id_not_used_again(tmp_pa
     folders = [tmp_path / "a", tmp_path / "b"]
     store, _ = open_store(config_for(*folders))
     store.register_realm(realm(1))
+    store.register_realm(realm(2, "x"))
+    save(store, realm(2, "x"), extent_id=1)
+    pool_id, other = store._pool.pool_id, store._folders[1]
+    os.unlink(other.file("realms.log"))
+    append_realm(other, pool_id, realm(2, "y"))
     store.close()
-    for number, (folder, tenant) in enumerate(zip(folders, ("x", "y"), strict=True), 1):
-        store, _ = open_store(config_for(folder))
-        store.register_realm(realm(2, tenant))
-        save(store, realm(2, tenant), extent_id=number)
-        store.close()
     store, recovered = open_store(config_for(*folders))
     assert recovered.realms == [realm(1)] and list(recovered.blocks) == []
     assert "disagree about whose blocks those of realm 2 are" in caplog.text

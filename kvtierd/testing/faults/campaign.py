@@ -172,6 +172,12 @@ class Campaign:
             self.daemon.kill()
             self._heal()
             self.daemon.start()
+        if any(f.problem.startswith("lost: ") for t in self.daemon.status().tiers for f in t.folders):
+            assert plan.faulty_start, self.daemon.log()[-4000:]
+            self.counts["starts without a folder that failed"] += 1
+            self._kill()
+            self._heal()
+            self.daemon.start()
         self._heal()
 
     def _heal(self) -> None:

@@ -41,8 +41,9 @@ class Checker:
         cpu = runtime.cpu
         assert cpu.reserved_bytes + cpu.blank_bytes <= runtime.config.cpu.capacity, "memory keeps to its capacity"
         if runtime.nvme is not None:
-            # What was set aside, damaged or of another format, is not the cache's any more.
-            sizes = {p: len(i.data) for p, i in self._files.names.items() if p.endswith((".kv", ".kvj", ".kvs", ".tmp"))}
+            # What was set aside, damaged or of another format, is not the cache's any more, nor is a folder that is lost.
+            names = {p: i for p, i in self._files.names.items() if not p.startswith(tuple(f"{f}/" for f in runtime.nvme.lost))}
+            sizes = {p: len(i.data) for p, i in names.items() if p.endswith((".kv", ".kvj", ".kvs", ".tmp"))}
             segments = sum(size for path, size in sizes.items() if "segment-" in path)
             assert segments <= runtime.nvme.capacity_bytes, (
                 f"{segments} bytes of segments, {runtime.nvme.capacity_bytes} may be: {sizes}"

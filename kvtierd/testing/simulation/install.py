@@ -19,7 +19,9 @@ from kvtierd.tiers import (
     journal,
     json_file,
     log_file,
+    membership,
     nvme,
+    nvme_fit,
     nvme_open,
     pool_file,
     segments,
@@ -48,7 +50,9 @@ def installed(world: World, system: SimOs) -> Iterator[None]:
 
 def _replacements(world: World, system: SimOs) -> Iterator[tuple[types.ModuleType, str, Any]]:
     threading = SimThreading(world)
-    for module in (io_engine, folder, nvme_open, segments, journal, log_file, json_file, budget_file, pool_file):
+    for module in (
+        io_engine, folder, membership, nvme_fit, nvme_open, segments, journal, log_file, json_file, budget_file, pool_file,
+    ):  # fmt: skip
         yield module, "os", system
     for module in (folder, journal, log_file, json_file, budget_file, pool_file):
         yield module, "open", system.open_file
@@ -59,6 +63,7 @@ def _replacements(world: World, system: SimOs) -> Iterator[tuple[types.ModuleTyp
     fcntl = types.SimpleNamespace(flock=system.flock, LOCK_EX=2, LOCK_NB=4)
     yield folder, "fcntl", fcntl
     yield folder, "file_system_of", lambda _path: "ext4"
+    yield folder, "mount_point_of", lambda _path: "/"
     yield nvme, "aiofiles", types.SimpleNamespace(open=lambda *args: _AsyncFile(system, *args))
     yield segments, "Segment", _segment_maker(world, segments.Segment)
     yield executor, "time", types.SimpleNamespace(monotonic=lambda: world.now)

@@ -217,7 +217,12 @@ class Process:
 
     async def start(self) -> None:
         """Open and recover."""
-        await self.runtime.start()
+        failed = self.system.failed
+        try:
+            await self.runtime.start()
+        finally:
+            if self.system.failed > failed and len(self.runtime.config.nvme.folders) > 1:
+                self.expected = []  # a folder that fails at the start is left out, and emptied when it is back
         self._watch_runner()
         self.recovered = True
         if self.system.lied_in_log:

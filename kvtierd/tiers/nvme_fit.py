@@ -1,0 +1,134 @@
+"""Fitting the files of the NVMe tier to the capacity and to the room that there is."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+
+from kvtierd.config import NvmeConfig
+from kvtierd.errors import StartupError
+from kvtierd.tiers.folder import Folder, segment_name, work_on
+
+log = logging.getLogger(__name__)
+
+
+def journal_limits(config: NvmeConfig) -> tuple[int, int, int]:
+    """Divide the configured capacity, so that all files together stay below it.
+
+    A slot takes at least two pages and a snapshot 72 bytes for each, so two snapshots (the former one and its successor)
+    take at most 9/16 of 1/32 of the capacity; journals get the other 7/16. Snapshots are asked for long before that is full.
+
+    Returns:
+        Bytes for extents, journal bytes at which a snapshot is due, journal bytes at which writes are refused.
+    """
+    aside = min(config.capacity // 32, max(16 * config.snapshot_journal, 1 << 30))
+    return config.capacity - aside, min(config.snapshot_journal, aside // 8), aside * 7 // 16
+
+
+def drop_doubles(folders: Sequence[Folder]) -> None:
+    """Delete older segments that have another's extent id: they come from a folder that was away for a while.
+
+    In one folder there is only one of each id; what somebody copied there is left alone. Raises FolderFailedError.
+    """
+    for folder in folders:
+        first: dict[int, tuple[int, str]] = {}
+        with work_on(folder):
+            for extent_id, slot_bytes, slot_count in folder.segments():
+                name = segment_name(extent_id, slot_bytes, slot_count)
+                candidate = (os.stat(folder.file(name)).st_mtime_ns, name)
+                other = first.setdefault(extent_id, candidate)
+                if other is not candidate:
+                    first[extent_id] = min(other, candidate)
+                    folder.ignore(max(other, candidate)[1], f"{min(other, candidate)[1]} is the same extent, and older")
+    newest: dict[int, tuple[int, str, Folder]] = {}
+    for folder in folders:
+        with work_on(folder):
+            here = [
+                (extent_id, os.stat(path).st_mtime_ns, path)
+                for extent_id, slot_bytes, slot_count in folder.segments()
+                for path in [folder.file(segment_name(extent_id, slot_bytes, slot_count))]
+            ]
+        for extent_id, at_ns, path in here:
+            mine = (at_ns, path, folder)
+            other_one = newest.setdefault(extent_id, mine)
+            if other_one is mine:
+                continue
+            older, newest[extent_id] = sorted([other_one, mine], key=lambda segment: segment[:2])
+            log.warning("%s is older than another segment of the same extent and is deleted", older[1])
+            with work_on(older[2]):
+                os.unlink(older[1])
+
+
+def fit_capacity(folders: Sequence[Folder], capacity_bytes: int) -> None:
+    """Delete whole segments, oldest first, until the rest fits a capacity that was lowered.
+
+    Files shorter than their name says (after a power cut, or somebody else's) are used while there is room, and cost no other.
+    Raises FolderFailedError.
+    """
+    whole: list[tuple[int, int, str, Folder]] = []
+    short: list[tuple[int, int, str, Folder]] = []
+    for folder in folders:
+        with work_on(folder):
+            for extent_id, slot_bytes, slot_count in folder.segments():
+                size, name = slot_bytes * slot_count, segment_name(extent_id, slot_bytes, slot_count)
+                is_whole = os.stat(folder.file(name)).st_size == size
+                (whole if is_whole else short).append((extent_id, size, name, folder))
+    total = sum(size for _, size, _, _ in whole)
+    count = dropped = 0
+    for _, size, name, folder in sorted(whole, key=lambda s: s[:3]):
+        if total - dropped <= capacity_bytes:
+            break
+        with work_on(folder):
+            os.unlink(folder.file(name))
+        dropped += size
+        count += 1
+    room = capacity_bytes - total + dropped
+    for _, size, name, folder in sorted(short, key=lambda s: s[0]):
+        if size > room:
+            folder.ignore(name, "it is shorter than its name says, and there is no room for that")
+        else:
+            room -= size
+    if count:
+        log.warning(
+            "segments take %d bytes, the capacity allows %d: the oldest %d segments (%d bytes) were deleted with their blocks",
+            total, capacity_bytes, count, dropped,
+        )  # fmt: skip
+
+
+def usable_bytes_of(config: NvmeConfig, folders: Sequence[Folder], lost: int) -> int:
+    """Bytes that segments may take: all that is configured, unless others have filled the disk beside an existing cache, or
+    folders are lost: then the others take what they hold, and their share of the capacity.
+
+    Raises:
+        FolderFailedError: a device answers with an error.
+        StartupError: a cache that has no segments yet does not fit into what is free above the reserve.
+    """
+    limit = journal_limits(config)[0]
+    aside = config.capacity - limit
+    devices: dict[int, Folder] = {}
+    own = held = free = 0
+    for folder in folders:
+        with work_on(folder):
+            own += folder.file_bytes()
+            held += sum(b * c for _, b, c in folder.segments())
+            if devices.setdefault(folder.device, folder) is folder:
+                free += max(folder.free_bytes() - config.reserve, 0)
+    if lost:
+        limit = max(limit * len(folders) // (len(folders) + lost), min(held, limit))
+    if own + free >= limit + aside:
+        return limit
+    # What exists is allocated already and can be used again for other blocks; journals need their part of the rest.
+    usable = min(max(own + free - aside, held), limit)
+    if not held and not (lost and usable >= config.segment_bytes):
+        raise StartupError(
+            f"nvme.capacity is {config.capacity} bytes, but only {own + free} fit: {own} are in use by this cache and {free} are "
+            f"free beside the reserve of {config.reserve} on each file system; lower nvme.capacity or nvme.reserve, or free "
+            f"space (files named *.old-format-N in {', '.join(f.path for f in folders)} may be deleted)"
+        )
+    log.warning(
+        "nvme.capacity is %d bytes, but others have filled the disk: this cache has %d and %d are free beside the reserve; it "
+        "starts with %d bytes for blocks; free space and restart the daemon to have all",
+        config.capacity, own, free, usable,
+    )  # fmt: skip
+    return usable
