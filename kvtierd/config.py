@@ -158,6 +158,12 @@ class NvmeConfig(_Section):
     direct: str = Field(
         "auto", pattern="^(auto|require|off)$", description="O_DIRECT: probe for it, insist on it, or use the page cache."
     )
+    encryption_key_file: Path | None = Field(
+        None, description="File with a key of 256 bits, in hex or base64, that blocks are encrypted with; not set: they are not."
+    )
+    encryption_key_command: str = Field(
+        "", description="Command (no shell) whose output is that key, such as one of a key management service."
+    )
     allow_volatile: bool = Field(False, description="Accept a folder on tmpfs or overlayfs.")
     max_bytes_in_flight: Size = Field(256 << 20, description="Bytes that may move from or to NVMe at one time, each way.")
     snapshot_journal: Size = Field(64 << 20, description="Journal size at which a snapshot is written.")
@@ -329,6 +335,8 @@ class Config(_Section):
             raise ValueError('nvme.folders is empty; name at least one folder or set nvme.capacity to "0"')
         if self.nvme.capacity and self.nvme.segment_bytes > self.nvme.capacity:
             raise ValueError("nvme.segment is larger than nvme.capacity")
+        if self.nvme.encryption_key_file and self.nvme.encryption_key_command:
+            raise ValueError("nvme.encryption_key_file and nvme.encryption_key_command are both set; leave one of them out")
         if self.policy.eviction == "arc" and self.policy.turn_bonus:
             raise ValueError('policy.turn_bonus goes with policy.eviction = "lru"; set one of them back')
         if bool(self.server.tls_cert) != bool(self.server.tls_key):

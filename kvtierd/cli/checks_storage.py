@@ -18,8 +18,19 @@ from typing import Final
 from kvtierd.cli.findings import Finding, Host, Level
 from kvtierd.cli.output import format_bytes
 from kvtierd.config import Config
+from kvtierd.errors import StartupError
+from kvtierd.tiers.encryption import read_key
 
-__all__ = ["Speed", "check_folder", "check_metrics_address", "check_socket", "check_space", "existing", "measure"]
+__all__ = [
+    "Speed",
+    "check_encryption",
+    "check_folder",
+    "check_metrics_address",
+    "check_socket",
+    "check_space",
+    "existing",
+    "measure",
+]
 
 PROBE_BYTES: Final = 64 << 20
 """Most bytes that the speed test writes, and reads again."""
@@ -69,6 +80,21 @@ def check_folder(host: Host, config: Config, folder: Path) -> Iterator[Finding]:
         yield Finding(name, Level.ERROR, f"test file: {why}", "the NVMe tier cannot write here", "see the kernel's log; free space")
         return
     yield from _speed_findings(config, name, speed)
+
+
+def check_encryption(config: Config) -> Iterator[Finding]:
+    """The key of blocks at rest, where there is one in a file; a command is not run here."""
+    name, nvme = "NVMe encryption", config.nvme
+    if nvme.encryption_key_command:
+        yield Finding(name, Level.OK, "the key comes from nvme.encryption_key_command, which was not tried")
+    if nvme.encryption_key_file is None:
+        return
+    try:
+        read_key(nvme)
+    except StartupError as e:
+        yield Finding(name, Level.ERROR, str(e), "the daemon cannot start", "mend the file, or name another in the configuration")
+    else:
+        yield Finding(name, Level.OK, f"a key is in {nvme.encryption_key_file}")
 
 
 def _without(config: Config) -> str:

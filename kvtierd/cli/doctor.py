@@ -20,7 +20,7 @@ from kvtierd.cli.checks_memory import (
     check_populate,
     check_shmem_pages,
 )
-from kvtierd.cli.checks_storage import check_folder, check_metrics_address, check_socket, check_space
+from kvtierd.cli.checks_storage import check_encryption, check_folder, check_metrics_address, check_socket, check_space
 from kvtierd.cli.findings import Finding, Host, Level
 from kvtierd.cli.options import Settings, config_option, json_option
 from kvtierd.cli.output import clean, console, make_table, print_json
@@ -50,6 +50,7 @@ def examine(config: Config, host: Host, cuda: Cuda) -> Iterator[Finding]:
     storage: list[tuple[str, Callable[[], Iterable[Finding]]]] = []
     if config.nvme.capacity:
         storage.append(("NVMe space", lambda: [check_space(config)]))
+        storage.append(("NVMe encryption", lambda: check_encryption(config)))
         storage += [(f"folder {f}", partial(check_folder, host, config, f)) for f in config.nvme.folders]
     devices: list[tuple[str, Callable[[], Iterable[Finding]]]] = [
         ("CUDA", lambda: [check_cuda(config, cuda)]),

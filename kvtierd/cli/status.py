@@ -98,6 +98,7 @@ def status_json(answer: admin_pb2.GetStatusResponse) -> dict[str, Any]:
                 "path": t.path,
                 "suspended": t.suspended,
                 "configured_bytes": t.configured_bytes,
+                "encrypted": t.encrypted,
                 "folders": [{"path": f.path, "problem": f.problem} for f in t.folders],
             }
             for t in answer.tiers
@@ -183,7 +184,7 @@ def _tier_table(answer: admin_pb2.GetStatusResponse) -> RenderableType:
             format_count(t.copies),
             format_bytes(t.dirty_bytes),
             format_bytes(t.pinned_bytes),
-            t.path,
+            f"{t.path}, encrypted" if t.encrypted else t.path,
         )
         for t in answer.tiers
     ]

@@ -82,6 +82,7 @@ class AdminServicer(admin_pb2_grpc.KvTierAdminServiceServicer):
                     suspended=t.suspended,
                     configured_bytes=self._config.nvme.capacity if t.tier is Tier.NVME else t.capacity_bytes,
                     folders=self._folders() if t.tier is Tier.NVME else [],
+                    encrypted=t.tier is Tier.NVME and rt.nvme is not None and rt.nvme.encrypted,
                 )
                 for t in shot.tiers
             ],

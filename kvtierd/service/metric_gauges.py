@@ -47,6 +47,7 @@ class Flags:
     """By tier name: what moves its bytes now."""
     nvme_engine: str = ""
     """Name of the engine of the NVMe tier; empty for none."""
+    nvme_encrypted: bool = False
     folders_up: Mapping[str, bool] = field(default_factory=dict)
     """Whether each configured folder of the NVMe tier takes new blocks."""
 
@@ -159,6 +160,7 @@ def _flag_families(flags: Flags) -> list[Metric]:
             (((e,), float(e == flags.nvme_engine)) for e in _NVME_ENGINES),
             ("engine",),
         ),
+        _gauge("kvtierd_nvme_encrypted", "1 when blocks on NVMe are encrypted.", [((), float(flags.nvme_encrypted))]),
         _gauge(
             "kvtierd_nvme_folder_up",
             "1 while a folder of the NVMe tier takes new blocks; 0 when it was lost at the start, or fails.",

@@ -299,9 +299,10 @@ class Metrics(Collector):
         """Say what moves the bytes of a tier now: one of ``IO_PATHS``; "" for nothing."""
         self.flags.io_path[TIERS[tier]] = path if path in IO_PATHS or not path else OTHER
 
-    def nvme_engine(self, name: str) -> None:
-        """Say which engine moves bytes to and from NVMe; "" for none."""
+    def nvme_engine(self, name: str, *, encrypted: bool = False) -> None:
+        """Say which engine moves bytes to and from NVMe, "" for none, and whether they are encrypted."""
         self.flags.nvme_engine = name
+        self.flags.nvme_encrypted = encrypted
 
     def prefaulted(self, size_bytes: int) -> None:
         """Say how many bytes of CPU memory are faulted in."""

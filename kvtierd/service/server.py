@@ -123,7 +123,8 @@ class Daemon:
             servicer = await self._start_grpc(stack)
             self.metrics.io_path(Tier.CPU, self.runtime.cpu.path)
             self.metrics.io_path(Tier.NVME, self.runtime.nvme.path if self.runtime.nvme else "")
-            self.metrics.nvme_engine(self.runtime.nvme.engine_name if self.runtime.nvme else "")
+            if self.runtime.nvme is not None:
+                self.metrics.nvme_engine(self.runtime.nvme.engine_name, encrypted=self.runtime.nvme.encrypted)
             _calm_gc()
             self._supervise("journal", self.runtime.flush_forever())
             self._supervise("loop lag", watch_loop_lag(self.metrics))

@@ -66,7 +66,9 @@ class NvmeStore:
         """"o_direct" or "buffered"."""
         self.engine_name = engine.name
         self._table = SegmentTable(engine, folders, self.capacity_bytes, config.reserve)
-        self._mover = SlotMover(engine, self._table, self._realms, self.counters)
+        self._mover = SlotMover(engine, self._table, self._realms, self.counters, opened.cipher)
+        self.encrypted = opened.cipher is not None
+        """Whether payloads are encrypted at rest."""
 
     @classmethod
     def open(cls, config: NvmeConfig, *, engine: IoEngine | None = None, clock: Callable[[], float] = time.monotonic) -> NvmeStore:

@@ -12,6 +12,7 @@ from typing import Final
 from kvtierd.config import NvmeConfig
 from kvtierd.errors import StartupError
 from kvtierd.tiers.base import RealmInfo
+from kvtierd.tiers.encryption import SlotCipher, check_value, cipher_of, read_key
 from kvtierd.tiers.folder import Folder, FolderFailedError, FolderLostError, check_mounted, is_exhausted, work_on
 from kvtierd.tiers.io_engine import IoEngine
 from kvtierd.tiers.journal import Journal
@@ -24,6 +25,10 @@ log = logging.getLogger(__name__)
 
 ATTEMPTS: Final = 2
 """Errors of its device after which a folder is lost."""
+AWAY: Final = "was away while others of its cache were in use, so its blocks may be out of date"
+OTHER_KEY: Final = "has blocks that were encrypted with another key than the one that nvme.encryption_key_* gives"
+NO_KEY: Final = "has blocks that are encrypted, and no nvme.encryption_key_* is set"
+PLAIN: Final = "has blocks that are not encrypted, and nvme.encryption_key_* is set"
 
 
 @dataclass(slots=True)
@@ -40,6 +45,8 @@ class Opened:
     """What they hold."""
     lost: dict[str, str]
     """Folders that cannot be used, and why."""
+    cipher: SlotCipher | None
+    """Encrypts what is written; None for nothing."""
 
 
 def open_folders(config: NvmeConfig, engine: IoEngine, floors: Callable[[], tuple[int, int]], clock: Callable[[], float]) -> Opened:
@@ -84,6 +91,7 @@ class _Opening:
         self._clock = clock
         self._folders: list[Folder] = []
         self._journals: dict[int, Journal] = {}
+        self._key = read_key(config)
         self._lost: dict[str, FolderLostError] = {}
         """By the path that is configured."""
         self._failures: Counter[str] = Counter()
@@ -153,7 +161,7 @@ class _Opening:
         for folder in folders:
             with work_on(folder):
                 if id(folder) in plan.stale:
-                    _empty(folder)
+                    _empty(folder, plan.stale[id(folder)])
                 if id(folder) in plan.outdated:
                     save_pool(folder, plan.pool)
             if id(folder) in plan.stale:
@@ -162,7 +170,8 @@ class _Opening:
         fit_capacity(folders, journal_limits(config)[0])
         usable_bytes = usable_bytes_of(config, folders, lost=len(self._lost))
         lost = {path: str(error) for path, error in self._lost.items()}
-        return Opened(folders, plan.pool, usable_bytes, self._journals, logs, lost)
+        cipher = cipher_of(self._key, plan.pool.pool_id) if self._key is not None else None
+        return Opened(folders, plan.pool, usable_bytes, self._journals, logs, lost, cipher)
 
     def _load_journal(self, folder: Folder, pool: PoolFile) -> tuple[list[Records], FileHeader]:
         with work_on(folder):
@@ -189,20 +198,26 @@ class _Opening:
                 raise error
         present = {os.path.realpath(folder.path): folder.mount for folder in self._folders}
         membership = former.after(present, [os.path.realpath(path) for path in self._lost])
+        key_check = check_value(self._key, pool_id) if self._key is not None else ""
         # A folder that has lost its pool.json says nothing of itself; the others know whether it was there.
-        stale = {
+        away = {
             id(folder)
             for folder, pool, _ in found
             if (pool.membership.tag != former.tag if pool else not former.may_have(os.path.realpath(folder.path)))
         }
-        pools = [pool for folder, pool, _ in found if pool is not None and id(folder) not in stale]
-        merged = PoolFile(pool_id, _merged_realms(pools), membership)
-        outdated = {
-            id(folder)
-            for folder, pool, whole in found
-            if pool is None or not whole or (pool.realms, pool.membership) != (merged.realms, membership)
-        }
+        pools = [pool for folder, pool, _ in found if pool is not None and id(folder) not in away]
+        stale = dict.fromkeys(away, AWAY)
+        for folder, pool, _ in found:
+            written_with = pool.key_check if pool else pools[0].key_check if pools else ""
+            if written_with != key_check:
+                stale[id(folder)] = OTHER_KEY if written_with and key_check else NO_KEY if written_with else PLAIN
+        merged = PoolFile(pool_id, _merged_realms(pools), membership, key_check)
+        outdated = {id(folder) for folder, pool, whole in found if pool is None or not whole or _differ(pool, merged)}
         return _Plan(merged, stale, outdated)
+
+
+def _differ(pool: PoolFile, other: PoolFile) -> bool:
+    return (pool.realms, pool.membership, pool.key_check) != (other.realms, other.membership, other.key_check)
 
 
 @dataclass(slots=True)
@@ -210,8 +225,8 @@ class _Plan:
     """What folders are to have in common."""
 
     pool: PoolFile
-    stale: set[int]
-    """Identities of folders that were away, or are new: what they hold is deleted."""
+    stale: dict[int, str]
+    """What is to be said of folders, by identity, whose blocks are deleted."""
     outdated: set[int]
     """Of those whose ``pool.json`` is to be written."""
 
@@ -232,13 +247,10 @@ def _merged_realms(pools: Sequence[PoolFile]) -> list[RealmInfo]:
     return list(latest_of.values())
 
 
-def _empty(folder: Folder) -> None:
+def _empty(folder: Folder, why: str) -> None:
     size_bytes = folder.empty()
     if size_bytes:
-        log.warning(
-            "nvme folder %s was away while others of its cache were in use: what it held (%d bytes) was deleted, as it may be "
-            "out of date", folder.path, size_bytes,
-        )  # fmt: skip
+        log.error("nvme folder %s %s: what it held (%d bytes) was deleted", folder.path, why, size_bytes)
 
 
 def _check_distinct(config: NvmeConfig) -> None:

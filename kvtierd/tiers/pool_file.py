@@ -36,6 +36,8 @@ class PoolFile:
     pool_id: bytes
     realms: list[RealmInfo] = field(default_factory=list)
     membership: Membership = field(default_factory=lambda: Membership(""))
+    key_check: str = ""
+    """Tells with which key blocks are encrypted; "" when they are not."""
 
     def __post_init__(self) -> None:
         if not self.membership.tag:
@@ -82,6 +84,8 @@ def peek_membership(path: Path) -> Membership | None:
 def save_pool(folder: Folder, pool: PoolFile) -> None:
     """Replace both files by one ``pool.json``, atomically. Raises OSError."""
     body = {"pool_id": pool.pool_id.hex(), "realms": [realm_to(r) for r in pool.realms], "folders": pool.membership.to_json()}
+    if pool.key_check:
+        body["key_check"] = pool.key_check
     content = {"format_version": FORMAT_VERSION, "pool": body, "checksum": checksum(body)}
     content["seal"] = seal(content)
     folder.replace(POOL_NAME, json.dumps(content).encode())
@@ -137,7 +141,8 @@ def _pool_from(content: Mapping[str, Any]) -> PoolFile:
         raise ValueError(f"a pool id of {len(pool_id)} bytes")
     # Files of before folders were noted have none: they are all the same.
     membership = membership_from(body["folders"]) if "folders" in body else first_membership(pool_id)
-    return PoolFile(pool_id, [realm for item in body["realms"] if (realm := realm_from(item)) is not None], membership)
+    realms = [realm for item in body["realms"] if (realm := realm_from(item)) is not None]
+    return PoolFile(pool_id, realms, membership, str(body.get("key_check", "")))
 
 
 def realm_to(realm: RealmInfo) -> dict[str, Any]:

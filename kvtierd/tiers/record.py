@@ -1,7 +1,8 @@
 """Bytes on disk: the header page before each payload and the records of journals and snapshots. Pure; all little-endian.
 
 A slot is one header page and then the payload. The header names the block and the slot itself, so bytes that ended up in
-the wrong place, or that belong to an earlier block, are told from the right ones without any other state.
+the wrong place, or that belong to an earlier block, are told from the right ones without any other state. Of an encrypted payload
+it says so, and has the seal (see :mod:`kvtierd.tiers.encryption`) in the place of the payload's checksum.
 
 A record has 72 bytes: key, generation, slot, expiry, realm, shard, number of shards, and xxh3_64 of the 64 bytes before it. A
 record with 0 shards says that the block of that generation is gone from that slot. For each slot the record with the highest
@@ -48,6 +49,8 @@ _NO_EXPIRY_MS: Final = (1 << 64) - 1
 _FILE_HEADER: Final = struct.Struct("<8sIIQ16sQQ")
 _PAGE_BODY_BYTES: Final = PAGE_BYTES - _CHECK_BYTES
 _CHECKSUM_END: Final = _PAGE_PREFIX.size + 16
+_ENCRYPTED: Final = 1
+"""Flag in header pages: the payload is encrypted."""
 
 RECORD_DTYPE: Final = np.dtype(
     [
@@ -82,7 +85,16 @@ def tenant_hash(tenant: str) -> bytes:
 
 
 def page_prefix(
-    *, key: bytes, fingerprint: bytes, tenant: bytes, generation: int, slot: int, shard: int, shards: int, size_bytes: int
+    *,
+    key: bytes,
+    fingerprint: bytes,
+    tenant: bytes,
+    generation: int,
+    slot: int,
+    shard: int,
+    shards: int,
+    size_bytes: int,
+    encrypted: bool = False,
 ) -> bytes:
     """Everything in a header page that is known before the payload is: what a read must find.
 
@@ -95,21 +107,38 @@ def page_prefix(
         shard: from 0.
         shards: of the whole block.
         size_bytes: of the payload.
+        encrypted: whether the payload is.
     """
-    return _PAGE_PREFIX.pack(PAGE_MAGIC, FORMAT_VERSION, shard, shards, 0, size_bytes, generation, slot, key, fingerprint, tenant)
+    flags = _ENCRYPTED if encrypted else 0
+    return _PAGE_PREFIX.pack(
+        PAGE_MAGIC, FORMAT_VERSION, shard, shards, flags, size_bytes, generation, slot, key, fingerprint, tenant
+    )
 
 
 def header_page(prefix: bytes, payload: Buffer) -> bytes:
     """A whole header page: prefix, xxh3_128 of the payload, zeros, xxh3_64 of the page before it."""
-    body = (prefix + xxhash.xxh3_128_digest(payload)).ljust(_PAGE_BODY_BYTES, b"\0")
+    return sealed_page(prefix, xxhash.xxh3_128_digest(payload))
+
+
+def sealed_page(prefix: bytes, seal: bytes) -> bytes:
+    """The same of an encrypted payload, with its seal in the place of the checksum."""
+    body = (prefix + seal).ljust(_PAGE_BODY_BYTES, b"\0")
     return body + xxhash.xxh3_64_digest(body)
 
 
+def page_names(page: memoryview, prefix: bytes) -> bool:
+    """True when a header page read from disk is intact and names what ``prefix`` names."""
+    return bool(page[: len(prefix)] == prefix and page[_PAGE_BODY_BYTES:] == xxhash.xxh3_64_digest(page[:_PAGE_BODY_BYTES]))
+
+
 def page_matches(page: memoryview, prefix: bytes, payload: Buffer) -> bool:
-    """True when a header page read from disk is intact, names what ``prefix`` names, and belongs to this payload."""
-    if page[: len(prefix)] != prefix or page[_PAGE_BODY_BYTES:] != xxhash.xxh3_64_digest(page[:_PAGE_BODY_BYTES]):
-        return False
-    return bool(page[len(prefix) : _CHECKSUM_END] == xxhash.xxh3_128_digest(payload))
+    """The same, and that it belongs to this payload."""
+    return page_names(page, prefix) and bool(page[len(prefix) : _CHECKSUM_END] == xxhash.xxh3_128_digest(payload))
+
+
+def seal_in(page: memoryview, prefix: bytes, size_bytes: int) -> bytes:
+    """The seal in a header page of an encrypted payload."""
+    return bytes(page[len(prefix) : len(prefix) + size_bytes])
 
 
 def pack_record(key: bytes, generation: int, slot: int, realm_id: int, shard: int, shards: int, expires_s: float = NO_END) -> bytes:

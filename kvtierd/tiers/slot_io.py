@@ -15,9 +15,10 @@ from typing_extensions import Buffer
 
 from kvtierd.model import PAGE_BYTES, round_up, slot_extent, slot_index
 from kvtierd.tiers.base import BlockIo, RealmInfo, Result
+from kvtierd.tiers.encryption import SEAL_BYTES, TAG_BYTES, SlotCipher
 from kvtierd.tiers.folder import Folder, is_exhausted
 from kvtierd.tiers.io_engine import MAX_IOV, IoEngine, read_all, write_all
-from kvtierd.tiers.record import header_page, page_matches, page_prefix, tenant_hash
+from kvtierd.tiers.record import header_page, page_matches, page_names, page_prefix, seal_in, sealed_page, tenant_hash
 from kvtierd.tiers.segments import SegmentTable
 
 log = logging.getLogger(__name__)
@@ -69,10 +70,14 @@ class SlotMover:
         table: finds and makes segment files.
         realms: by id; the store adds to it.
         counters: what was moved.
+        cipher: encrypts what is written; None for plain payloads.
     """
 
-    def __init__(self, engine: IoEngine, table: SegmentTable, realms: dict[int, StoredRealm], counters: IoCounters) -> None:
+    def __init__(
+        self, engine: IoEngine, table: SegmentTable, realms: dict[int, StoredRealm], counters: IoCounters, cipher: SlotCipher | None
+    ) -> None:
         self._engine = engine
+        self._cipher = cipher
         self._table = table
         self._realms = realms
         self._counters = counters
@@ -103,7 +108,7 @@ class SlotMover:
             for shard, (slot, buffer, size) in enumerate(zip(block.slots, block.buffers, sizes, strict=True)):
                 prefix = page_prefix(
                     key=block.key, fingerprint=realm.fingerprint, tenant=realm.tenant, generation=block.generation,
-                    slot=slot, shard=shard, shards=len(sizes), size_bytes=size,
+                    slot=slot, shard=shard, shards=len(sizes), size_bytes=size, encrypted=self._cipher is not None,
                 )  # fmt: skip
                 payload, pages = _whole_pages(buffer, size)
                 pieces.append(_Piece(slot, i, prefix, payload, pages))
@@ -136,6 +141,28 @@ class SlotMover:
         assert isinstance(pages, memoryview)
         return pages
 
+    def _room(self, size_bytes: int) -> memoryview:
+        """This thread's memory for the encrypted payloads of one run."""
+        room = getattr(self._scratch, "room", None)
+        if room is None or room.nbytes < size_bytes:
+            room = self._scratch.room = memoryview(mmap.mmap(-1, max(size_bytes, MAX_RUN_BYTES + MAX_RUN_SLOTS * PAGE_BYTES)))
+        assert isinstance(room, memoryview)
+        return room
+
+    def _seal(self, run: list[_Piece], headers: list[memoryview], cipher: SlotCipher) -> list[memoryview]:
+        """Encrypt payloads into memory of this thread, as those of blocks stay readable. Returns all buffers of the run."""
+        takes = [round_up(piece.payload.nbytes + TAG_BYTES, PAGE_BYTES) for piece in run]
+        room, at = self._room(sum(takes)), 0
+        buffers = []
+        for header, piece, size in zip(headers, run, takes, strict=True):
+            end = at + piece.payload.nbytes
+            header[:] = sealed_page(piece.prefix, cipher.encrypt(piece.payload, piece.prefix, room[at : end + TAG_BYTES]))
+            pages = room[at : at + piece.pages.nbytes]
+            pages[piece.payload.nbytes :] = bytes(piece.pages.nbytes - piece.payload.nbytes)
+            buffers += [header, pages]
+            at += size
+        return buffers
+
     def _layout(self, run: list[_Piece]) -> tuple[list[memoryview], list[memoryview]]:
         """Header pages of a run, and all buffers in the order of the file."""
         scratch = self._header_pages()
@@ -149,8 +176,11 @@ class SlotMover:
                 assert segment is not None
                 folder = segment.folder
                 headers, buffers = self._layout(run)
-                for header, piece in zip(headers, run, strict=True):
-                    header[:] = header_page(piece.prefix, piece.payload)
+                if self._cipher is not None:
+                    buffers = self._seal(run, headers, self._cipher)
+                else:
+                    for header, piece in zip(headers, run, strict=True):
+                        header[:] = header_page(piece.prefix, piece.payload)
                 write_all(self._engine, segment.handle, buffers, slot_index(run[0].slot) * segment.slot_bytes)
         except OSError as e:
             for piece in run:
@@ -204,11 +234,19 @@ class SlotMover:
         end = 0
         for header, piece in zip(headers, run, strict=True):
             end += PAGE_BYTES + piece.pages.nbytes
-            if (end > got or not page_matches(header, piece.prefix, piece.payload)) and results[piece.block] is Result.OK:
+            if (end > got or not self._verify(header, piece)) and results[piece.block] is Result.OK:
                 results[piece.block] = Result.CORRUPT
         with self._counter_lock:
             self._counters.read_calls += 1
             self._counters.read_bytes += got
+
+    def _verify(self, header: memoryview, piece: _Piece) -> bool:
+        """Whether what was read is what was written there; decrypts it."""
+        if self._cipher is None:
+            return page_matches(header, piece.prefix, piece.payload)
+        if not page_names(header, piece.prefix):
+            return False
+        return self._cipher.decrypt(piece.payload, piece.prefix, seal_in(header, piece.prefix, SEAL_BYTES))
 
 
 def _whole_pages(buffer: Buffer, size_bytes: int) -> tuple[memoryview, memoryview]:

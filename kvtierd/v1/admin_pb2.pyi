@@ -33,7 +33,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class TierStatus(_message.Message):
-    __slots__ = ("tier", "capacity_bytes", "reserved_bytes", "used_bytes", "copies", "dirty_bytes", "pinned_bytes", "path", "suspended", "configured_bytes", "folders")
+    __slots__ = ("tier", "capacity_bytes", "reserved_bytes", "used_bytes", "copies", "dirty_bytes", "pinned_bytes", "path", "suspended", "configured_bytes", "folders", "encrypted")
     TIER_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     RESERVED_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +45,7 @@ class TierStatus(_message.Message):
     SUSPENDED_FIELD_NUMBER: _ClassVar[int]
     CONFIGURED_BYTES_FIELD_NUMBER: _ClassVar[int]
     FOLDERS_FIELD_NUMBER: _ClassVar[int]
+    ENCRYPTED_FIELD_NUMBER: _ClassVar[int]
     tier: _kvtier_pb2.Tier
     capacity_bytes: int
     reserved_bytes: int
@@ -56,7 +57,8 @@ class TierStatus(_message.Message):
     suspended: str
     configured_bytes: int
     folders: _containers.RepeatedCompositeFieldContainer[FolderStatus]
-    def __init__(self, tier: _Optional[_Union[_kvtier_pb2.Tier, str]] = ..., capacity_bytes: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., copies: _Optional[int] = ..., dirty_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., path: _Optional[str] = ..., suspended: _Optional[str] = ..., configured_bytes: _Optional[int] = ..., folders: _Optional[_Iterable[_Union[FolderStatus, _Mapping]]] = ...) -> None: ...
+    encrypted: bool
+    def __init__(self, tier: _Optional[_Union[_kvtier_pb2.Tier, str]] = ..., capacity_bytes: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., copies: _Optional[int] = ..., dirty_bytes: _Optional[int] = ..., pinned_bytes: _Optional[int] = ..., path: _Optional[str] = ..., suspended: _Optional[str] = ..., configured_bytes: _Optional[int] = ..., folders: _Optional[_Iterable[_Union[FolderStatus, _Mapping]]] = ..., encrypted: bool = ...) -> None: ...
 
 class FolderStatus(_message.Message):
     __slots__ = ("path", "problem")

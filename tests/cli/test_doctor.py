@@ -21,7 +21,16 @@ from click.testing import Result
 from kvtierd.cli import checks_gpu, checks_memory, checks_storage
 from kvtierd.cli import doctor as doctor_module
 from kvtierd.cli.checks_gpu import Cuda, check_cuda, check_gds, check_packages, find_cuda
-from kvtierd.cli.checks_storage import Speed, check_folder, check_metrics_address, check_socket, check_space, existing, measure
+from kvtierd.cli.checks_storage import (
+    Speed,
+    check_encryption,
+    check_folder,
+    check_metrics_address,
+    check_socket,
+    check_space,
+    existing,
+    measure,
+)
 from kvtierd.cli.doctor import examine
 from kvtierd.cli.findings import Finding, Host, Level
 from kvtierd.config import Config
@@ -363,3 +372,16 @@ def test_a_check_that_fails_does_not_end_the_others(tmp_path: Path, monkeypatch:
     found = list(examine(config(nvme={"capacity": 0}), Host(tmp_path), NO_CUDA))
     assert any(f.check == "memory" and f.level is Level.WARN and "oops" in f.found for f in found)
     assert found[-1].check == "Python packages"
+
+
+def test_the_key_of_blocks_at_rest(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_text("ab12" * 16)
+    path.chmod(0o600)
+    assert not list(check_encryption(Config()))
+    assert worst(check_encryption(config(nvme={"encryption_key_file": path}))) is Level.OK
+    path.chmod(0o644)
+    (found,) = check_encryption(config(nvme={"encryption_key_file": path}))
+    assert found.level is Level.ERROR and "chmod it to 0600" in found.found and "ab12" not in found.found
+    (found,) = check_encryption(config(nvme={"encryption_key_command": "false"}))
+    assert "was not tried" in found.found

@@ -18,6 +18,7 @@ import pytest
 from kvtierd.client import Client
 from kvtierd.model import Tier
 from kvtierd.testing.daemon import DaemonProcess
+from kvtierd.v1 import admin_pb2 as pb
 from tests.daemon.conftest import MIB
 from tests.daemon.test_roundtrip import to_nvme_only
 
@@ -135,6 +136,35 @@ def damage_file(path: Path, how: str) -> None:
     else:
         raw[:stride], raw[stride : 2 * stride] = raw[stride : 2 * stride], raw[:stride]
         path.write_bytes(raw)
+
+
+def test_encrypted_blocks_come_back_with_their_key_alone(make_daemon: MakeDaemon, make_client: MakeClient, tmp_path: Path) -> None:
+    secret, path = "5eed" * 16, tmp_path / "nvme.key"
+    path.write_text(secret)
+    path.chmod(0o600)
+    daemon = make_daemon(nvme={"encryption_key_file": str(path)})
+    client = make_client(daemon, SIZE)
+    keys = [os.urandom(32) for _ in range(10)]
+    assert client.save(keys, [content(k) for k in keys]).saved == 10
+    client.close()
+    assert daemon.stop() == 0
+    (raw,) = (p.read_bytes() for p in (daemon.folder / "nvme").glob("segment-*"))
+    assert not any(content(k)[:64].tobytes() in raw for k in keys)
+    daemon.start()
+    assert daemon.status().tiers[-1].encrypted
+    client = make_client(daemon, SIZE)
+    assert load_all(client, keys) == set(range(10))
+    client.close()
+    with daemon.admin() as stub:
+        told = stub.GetConfig(pb.GetConfigRequest()).toml + stub.GetMetrics(pb.GetMetricsRequest()).text
+    daemon.kill()
+    path.write_text("0123456789abcdef" * 4)
+    daemon.start()
+    client = make_client(daemon, SIZE)
+    assert load_all(client, keys) == set()
+    assert client.save(keys, [content(k) for k in keys]).saved == 10
+    assert "encrypted with another key than the one that nvme.encryption_key_* gives" in daemon.log()
+    assert secret not in told + daemon.log() and bytes.fromhex(secret) not in raw
 
 
 def test_stopped_daemon_costs_a_client_no_more_than_its_deadline(make_daemon: MakeDaemon, make_client: MakeClient) -> None:

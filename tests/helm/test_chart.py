@@ -223,16 +223,20 @@ def test_tls_comes_from_a_secret(chart: helm_python.Chart, tmp_path: Path) -> No
     assert loaded(render(chart, {}), tmp_path).server.listen is None
 
 
-def test_tokens_come_from_a_secret(chart: helm_python.Chart, tmp_path: Path) -> None:
-    manifests = render(chart, LARGE | {"config": {"server": {"unix_tokens": "admin", "allow_users": [2000]}}})
-    server = loaded(manifests, tmp_path).server
+def test_tokens_and_the_key_come_from_secrets(chart: helm_python.Chart, tmp_path: Path) -> None:
+    nvme = {"nvme": LARGE["nvme"] | {"encryptionSecretName": "kvtierd-key"}}
+    manifests = render(chart, LARGE | nvme | {"config": {"server": {"unix_tokens": "admin", "allow_users": [2000]}}})
+    config = loaded(manifests, tmp_path)
+    server, key = config.server, config.nvme.encryption_key_file
     assert (server.unix_tokens, server.allow_users) == ("admin", [2000])
     pod = only(manifests, "DaemonSet")["spec"]["template"]["spec"]
-    assert server.token_file is not None
-    assert server.token_file.name == "tokens.toml"
-    secret = mounts_of(daemon_of(pod), pod)[str(server.token_file.parent)]["secret"]
-    assert secret == {"secretName": "kvtierd-tokens", "defaultMode": 0o440}
-    assert loaded(render(chart, {}), tmp_path).server.token_file is None
+    assert server.token_file is not None and key is not None
+    assert (server.token_file.name, key.name) == ("tokens.toml", "nvme.key")
+    mounts = mounts_of(daemon_of(pod), pod)
+    assert mounts[str(server.token_file.parent)]["secret"] == {"secretName": "kvtierd-tokens", "defaultMode": 0o440}
+    assert mounts[str(key.parent)]["secret"] == {"secretName": "kvtierd-key", "defaultMode": 0o440}
+    plain = loaded(render(chart, {}), tmp_path)
+    assert plain.server.token_file is None and plain.nvme.encryption_key_file is None
 
 
 def test_gpus_are_seen_but_not_taken(chart: helm_python.Chart) -> None:

@@ -154,6 +154,7 @@ def test_two_daemons_cannot_share_a_registry(metrics: Metrics) -> None:
         (lambda m: m.nvme_totals(0, 0, 3, 4), "nvme_calls_total", {"op": "read"}, 4),
         (lambda m: m.folders({"/a": 2, "/b": 0}, {}), "nvme_folder_errors_total", {"folder": "/a"}, 2),
         (lambda m: m.folders({"/a": 2, "/b": 0}, {}), "nvme_folder_errors_total", {"folder": "/b"}, 0),
+        (lambda m: m.nvme_engine("threads", encrypted=True), "nvme_encrypted", {}, 1),
         (lambda m: m.folders({}, {"/a": "ok", "/b": "lost: x"}), "nvme_folder_up", {"folder": "/a"}, 1),
         (lambda m: m.folders({}, {"/a": "ok", "/b": "lost: x"}), "nvme_folder_up", {"folder": "/b"}, 0),
         (lambda m: m.nvme_engine("kvikio"), "nvme_engine", {"engine": "kvikio"}, 1),

@@ -206,14 +206,17 @@ STORING = [
     Mutation(
         "the payload's checksum is not looked at",
         "kvtierd.tiers.slot_io:page_matches",
-        "return bool(page[len(prefix) : _CHECKSUM_END] == xxhash.xxh3_128_digest(payload))",
-        "return True",
+        " and bool(page[len(prefix) : _CHECKSUM_END] == xxhash.xxh3_128_digest(payload))",
+        "",
     ),
     Mutation(
         "a header may be any block's",
-        "kvtierd.tiers.slot_io:page_matches",
-        "page[: len(prefix)] != prefix or ",
-        "page[:8] != prefix[:8] or ",
+        "kvtierd.tiers.record:page_names",
+        "page[: len(prefix)] == prefix and ",
+        "page[:8] == prefix[:8] and ",
+    ),
+    Mutation(
+        "an encrypted payload is not authenticated", "kvtierd.tiers.encryption:SlotCipher.decrypt", "return False", "return True"
     ),
     Mutation(
         "a record is written before its bytes",

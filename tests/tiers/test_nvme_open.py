@@ -111,7 +111,7 @@ def test_where_direct_io_is_missing(
 def test_a_capacity_that_does_not_fit_names_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Folder, "free_bytes", lambda _: 100 * MIB)
     config = config_for(tmp_path, capacity=90 * MIB).model_copy(update={"reserve": 20 * MIB})
-    with pytest.raises(StartupError, match=rf"{90 * MIB} bytes, but only {80 * MIB + 4096} fit") as refused:
+    with pytest.raises(StartupError, match=rf"{90 * MIB} bytes, but only {80 * MIB + 8192} fit") as refused:
         NvmeStore.open(config)
     assert str(20 * MIB) in str(refused.value)
 

@@ -75,6 +75,9 @@ labels:
 {{- $nvme := dict "capacity" "0MiB" }}
 {{- if include "kvtierd.nvme" . }}
 {{- $nvme = dict "capacity" .Values.nvme.capacity "reserve" .Values.nvme.reserve "folders" $folders }}
+{{- if .Values.nvme.encryptionSecretName }}
+{{- $_ := set $nvme "encryption_key_file" "/etc/kvtierd-encryption/nvme.key" }}
+{{- end }}
 {{- end }}
 {{- $server := dict
   "socket" (printf "%s/kvtierd.sock" .Values.socketHostPath)
@@ -111,7 +114,7 @@ labels:
 {{- $own := dict "cpu" $cpu "nvme" $nvme "server" $server }}
 {{- $refused := dict
   "cpu" (list "capacity" "keep")
-  "nvme" (list "capacity" "reserve" "folders")
+  "nvme" (list "capacity" "reserve" "folders" "encryption_key_file")
   "server" (list "socket" "descriptor_socket" "metrics" "drain_timeout" "listen" "insecure" "tls_cert" "tls_key" "tls_client_ca" "token_file") }}
 {{- range $section, $keys := $refused }}
 {{- range $key := $keys }}

@@ -90,6 +90,12 @@
     secretName: {{ . }}
     defaultMode: 0440
 {{- end }}
+{{- with .Values.nvme.encryptionSecretName }}
+- name: kvtierd-encryption
+  secret:
+    secretName: {{ . }}
+    defaultMode: 0440
+{{- end }}
 {{- with include "kvtierd.nvmeVolumes" . | fromJsonArray }}
 {{ toYaml . }}
 {{- end }}
@@ -205,6 +211,11 @@ volumeMounts:
   {{- if .Values.tokens.secretName }}
   - name: kvtierd-tokens
     mountPath: /etc/kvtierd-tokens
+    readOnly: true
+  {{- end }}
+  {{- if .Values.nvme.encryptionSecretName }}
+  - name: kvtierd-encryption
+    mountPath: /etc/kvtierd-encryption
     readOnly: true
   {{- end }}
   {{- range $i, $volume := include "kvtierd.nvmeVolumes" . | fromJsonArray }}

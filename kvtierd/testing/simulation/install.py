@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from kvtierd.testing.simulation.syscalls import SimOs
 from kvtierd.testing.simulation.threads import SimLock, SimPool, SimThreading, World
 from kvtierd.tiers import (
     budget_file,
+    encryption,
     folder,
     io_engine,
     journal,
@@ -67,6 +69,9 @@ def _replacements(world: World, system: SimOs) -> Iterator[tuple[types.ModuleTyp
     yield nvme, "aiofiles", types.SimpleNamespace(open=lambda *args: _AsyncFile(system, *args))
     yield segments, "Segment", _segment_maker(world, segments.Segment)
     yield executor, "time", types.SimpleNamespace(monotonic=lambda: world.now)
+    yield nvme_open, "read_key", lambda _config: system.key
+    drawn = random.Random(0)  # nonces decide nothing, so the seed's own numbers are left to what does
+    yield encryption, "secrets", types.SimpleNamespace(token_bytes=drawn.randbytes)
     numbers = types.SimpleNamespace(randbits=world.random.getrandbits, token_bytes=world.random.randbytes)
     yield runtime, "secrets", numbers
     yield sessions, "secrets", numbers

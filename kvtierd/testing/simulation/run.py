@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import traceback
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ from kvtierd.testing.simulation.scenario import MAX_CAPACITY_BYTES, Life, Scenar
 from kvtierd.testing.simulation.syscalls import SimOs
 from kvtierd.testing.simulation.threads import World
 
+ENCRYPTED_OF: Final = 4
+"""One seed of so many encrypts what is on NVMe: the last."""
 STORY_LINES: Final = 60
 """Last events of a run that a failure shows."""
 MAX_TOLD_LINES: Final = 100_000
@@ -94,6 +97,8 @@ class _Run:
         self.disks = {path: Disk(world, self.scenario.disk_bytes) for path in self.scenario.folders}
         self.files = Files(self.disks)
         self.system = SimOs(world, self.files)
+        if world.seed % ENCRYPTED_OF == ENCRYPTED_OF - 1:
+            self.system.key = hashlib.sha256(b"simulated").digest()
         self.contents = Contents(world)
         self.process: Process | None = None
 

@@ -104,6 +104,8 @@ class SimOs:
         """The disk has done something wrong that it did not tell."""
         self.lied_in_log = False
         """The same, to a journal or another file that says what is stored."""
+        self.key: bytes | None = None
+        """That blocks are encrypted with."""
         self.failed = 0
         """Operations that failed, as the device told."""
 

@@ -1,0 +1,137 @@
+"""What encryption at rest costs: the NVMe store plain and with a key, in turn, in one folder, with the same blocks and threads.
+
+    .venv/bin/python loadtest/encryption.py FOLDER
+
+Each round writes and reads the same blocks with both; files were written once before, since the first write to an extent is slower.
+The speed of encryption alone, in memory and on one thread, comes with it. Prints a table for results/encryption.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from kvtierd.config import NvmeConfig
+from kvtierd.model import Namespace, Result, slot_id
+from kvtierd.tiers.base import BlockIo, RealmInfo
+from kvtierd.tiers.encryption import TAG_BYTES, SlotCipher
+from kvtierd.tiers.nvme import NvmeStore
+
+MIB = 1 << 20
+HEADER_BYTES = 4096
+
+
+class Side:
+    """One store and its blocks."""
+
+    def __init__(self, folder: Path, size: int, count: int, threads: int, key: Path | None) -> None:
+        config = NvmeConfig(capacity=2 * count * (size + HEADER_BYTES) + 64 * MIB, folders=[folder], encryption_key_file=key)
+        self.store = NvmeStore.open(config)
+        self.store.recover()
+        self.store.register_realm(RealmInfo(1, "bench", Namespace((size,))))
+        self.store.add_extent(1, size + HEADER_BYTES, count)
+        self._memory = [memoryview(mmap.mmap(-1, size)) for _ in range(count)]
+        for view in self._memory:
+            view[:] = os.urandom(MIB // 16) * (size // (MIB // 16))
+        self._threads = ThreadPoolExecutor(threads)
+        self._size, self._count, self._generation = size, count, 0
+
+    def _all(self, work: Callable[[list[BlockIo]], list[Result]]) -> float:
+        """GB/s of all blocks, in jobs of about 4 MiB as the daemon has them."""
+        at_once = max(4 * MIB // self._size, 1)
+        blocks = [
+            BlockIo(1, n.to_bytes(32), self._generation * self._count + n + 1, (slot_id(1, n),), [view])
+            for n, view in enumerate(self._memory)
+        ]
+        jobs = [blocks[i : i + at_once] for i in range(0, self._count, at_once)]
+        began = time.perf_counter()
+        for results in self._threads.map(work, jobs):
+            assert set(results) == {Result.OK}
+        return self._count * self._size / (time.perf_counter() - began) / 1e9
+
+    def write(self) -> float:
+        self._generation += 1
+        return self._all(self.store.write)
+
+    def read(self) -> float:
+        return self._all(self.store.read)
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        self.store.close()
+
+
+def alone(size: int) -> tuple[float, float]:
+    """GB/s of encryption and decryption on one thread, in memory."""
+    cipher = SlotCipher(os.urandom(32))
+    plain, into = memoryview(bytearray(os.urandom(size))), memoryview(bytearray(size + TAG_BYTES))
+    took: tuple[list[float], list[float]] = ([], [])
+    for _ in range(max(256 * MIB // size // 8, 5)):
+        at = time.perf_counter()
+        seal = cipher.encrypt(plain, b"", into)
+        took[0].append(time.perf_counter() - at)
+        at = time.perf_counter()
+        assert cipher.decrypt(into[:size], b"", seal)
+        took[1].append(time.perf_counter() - at)
+    return tuple(size / statistics.median(t) / 1e9 for t in took)  # type: ignore[return-value]
+
+
+def measured(folder: Path, size: int, args: Any) -> list[str]:
+    count = args.mib * MIB // size
+    key = folder / "key"
+    key.write_text(os.urandom(32).hex())
+    key.chmod(0o600)
+    sides = {name: Side(folder / name, size, count, args.threads, k) for name, k in (("plain", None), ("encrypted", key))}
+    rows = []
+    speeds: dict[tuple[str, str], list[float]] = {(name, what): [] for name in sides for what in ("write", "read")}
+    for number in range(args.rounds + 1):
+        for name in list(sides)[:: 1 if number % 2 else -1]:
+            for what in ("write", "read"):
+                speed = getattr(sides[name], what)()
+                if number:
+                    speeds[name, what].append(speed)
+    for what in ("write", "read"):
+        plain, encrypted = speeds["plain", what], speeds["encrypted", what]
+        ratios = [b / a for a, b in zip(plain, encrypted, strict=True)]
+        middle = statistics.median
+        rows.append(
+            f"| {what}, blocks of {size // 1024} KiB | {middle(plain):.2f} | {middle(encrypted):.2f} | {middle(ratios):.2f} "
+            f"| {min(ratios):.2f} to {max(ratios):.2f} |"
+        )
+    for side in sides.values():
+        side.close()
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, help="on the disk to measure; what is made there is removed again")
+    parser.add_argument("--threads", type=int, default=8, help="I/Os in flight (default 8, the daemon's)")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--mib", type=int, default=256, help="of each round, each way (default 256)")
+    args = parser.parse_args()
+    rows = []
+    for size in (256 << 10, 2 * MIB, 8 * MIB):
+        folder = Path(tempfile.mkdtemp(prefix="kvtierd-encryption-", dir=args.folder))
+        try:
+            rows += measured(folder, size, args)
+        finally:
+            shutil.rmtree(folder)
+    print("| | plain GB/s | encrypted GB/s | ratio | of single rounds |\n| --- | ---: | ---: | ---: | ---: |")
+    print("\n".join(rows))
+    print("\n| on one thread, in memory | encrypt GB/s | decrypt GB/s |\n| --- | ---: | ---: |")
+    for size in (64 << 10, 256 << 10, 2 * MIB, 8 * MIB):
+        print("| {} KiB | {:.1f} | {:.1f} |".format(size // 1024, *alone(size)))
+
+
+if __name__ == "__main__":
+    main()
