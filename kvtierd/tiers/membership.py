@@ -59,8 +59,11 @@ def first_membership(pool_id: bytes) -> Membership:
 
 def membership_from(item: Mapping[str, Any]) -> Membership:
     """From JSON. Raises KeyError, TypeError, ValueError or AttributeError when it is none."""
+    tag, changes = item["tag"], item["changes"]
+    if not (isinstance(tag, str) and tag and isinstance(changes, int)):
+        raise ValueError("its list of folders is none")
     paths = {name: {str(p): str(m) for p, m in item[name].items()} for name in ("members", "lost")}
-    return Membership(str(item["tag"]), int(item["changes"]), paths["members"], paths["lost"])
+    return Membership(tag, changes, paths["members"], paths["lost"])
 
 
 def latest(found: Sequence[Membership]) -> Membership:

@@ -113,6 +113,7 @@ class _Opening:
 
     def release(self) -> None:
         """Unlock everything."""
+        self._close_journals()
         for folder in self._folders:
             folder.release()
 
