@@ -3,7 +3,8 @@
     .venv/bin/python loadtest/encryption.py FOLDER
 
 Each round writes and reads the same blocks with both; files were written once before, since the first write to an extent is slower.
-The speed of encryption alone, in memory and on one thread, comes with it. Prints a table for results/encryption.md.
+The processor's time is that of all threads; what else the machine does changes it less than the speed. The speed of encryption
+alone, in memory and on one thread, comes with it. Prints the tables of results/encryption.md.
 """
 
 from __future__ import annotations
@@ -45,24 +46,25 @@ class Side:
         self._threads = ThreadPoolExecutor(threads)
         self._size, self._count, self._generation = size, count, 0
 
-    def _all(self, work: Callable[[list[BlockIo]], list[Result]]) -> float:
-        """GB/s of all blocks, in jobs of about 4 MiB as the daemon has them."""
+    def _all(self, work: Callable[[list[BlockIo]], list[Result]]) -> tuple[float, float]:
+        """GB/s, and seconds of the processor for one GB, of all blocks, in jobs of about 4 MiB as the daemon has them."""
         at_once = max(4 * MIB // self._size, 1)
         blocks = [
             BlockIo(1, n.to_bytes(32), self._generation * self._count + n + 1, (slot_id(1, n),), [view])
             for n, view in enumerate(self._memory)
         ]
         jobs = [blocks[i : i + at_once] for i in range(0, self._count, at_once)]
-        began = time.perf_counter()
+        began, used = time.perf_counter(), time.process_time()
         for results in self._threads.map(work, jobs):
             assert set(results) == {Result.OK}
-        return self._count * self._size / (time.perf_counter() - began) / 1e9
+        moved_gb = self._count * self._size / 1e9
+        return moved_gb / (time.perf_counter() - began), (time.process_time() - used) / moved_gb
 
-    def write(self) -> float:
+    def write(self) -> tuple[float, float]:
         self._generation += 1
         return self._all(self.store.write)
 
-    def read(self) -> float:
+    def read(self) -> tuple[float, float]:
         return self._all(self.store.read)
 
     def close(self) -> None:
@@ -75,7 +77,7 @@ def alone(size: int) -> tuple[float, float]:
     cipher = SlotCipher(os.urandom(32))
     plain, into = memoryview(bytearray(os.urandom(size))), memoryview(bytearray(size + TAG_BYTES))
     took: tuple[list[float], list[float]] = ([], [])
-    for _ in range(max(256 * MIB // size // 8, 5)):
+    for _ in range(max(256 * MIB // size // 8, 40)):
         at = time.perf_counter()
         seal = cipher.encrypt(plain, b"", into)
         took[0].append(time.perf_counter() - at)
@@ -92,20 +94,22 @@ def measured(folder: Path, size: int, args: Any) -> list[str]:
     key.chmod(0o600)
     sides = {name: Side(folder / name, size, count, args.threads, k) for name, k in (("plain", None), ("encrypted", key))}
     rows = []
-    speeds: dict[tuple[str, str], list[float]] = {(name, what): [] for name in sides for what in ("write", "read")}
+    figures: dict[tuple[str, str], list[tuple[float, float]]] = {(name, what): [] for name in sides for what in ("write", "read")}
     for number in range(args.rounds + 1):
         for name in list(sides)[:: 1 if number % 2 else -1]:
             for what in ("write", "read"):
-                speed = getattr(sides[name], what)()
+                found = getattr(sides[name], what)()
                 if number:
-                    speeds[name, what].append(speed)
+                    figures[name, what].append(found)
     for what in ("write", "read"):
-        plain, encrypted = speeds["plain", what], speeds["encrypted", what]
-        ratios = [b / a for a, b in zip(plain, encrypted, strict=True)]
+        plain, plain_s = zip(*figures["plain", what], strict=True)
+        encrypted, encrypted_s = zip(*figures["encrypted", what], strict=True)
+        ratios = sorted(b / a for a, b in zip(plain, encrypted, strict=True))
         middle = statistics.median
         rows.append(
             f"| {what}, blocks of {size // 1024} KiB | {middle(plain):.2f} | {middle(encrypted):.2f} | {middle(ratios):.2f} "
-            f"| {min(ratios):.2f} to {max(ratios):.2f} |"
+            f"| {ratios[len(ratios) // 4]:.2f} to {ratios[3 * len(ratios) // 4]:.2f} "
+            f"| {middle(plain_s):.2f} | {middle(encrypted_s):.2f} |"
         )
     for side in sides.values():
         side.close()
@@ -126,7 +130,8 @@ def main() -> None:
             rows += measured(folder, size, args)
         finally:
             shutil.rmtree(folder)
-    print("| | plain GB/s | encrypted GB/s | ratio | of single rounds |\n| --- | ---: | ---: | ---: | ---: |")
+    print("| | plain GB/s | encrypted GB/s | ratio | its quartiles | plain CPU s/GB | encrypted CPU s/GB |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     print("\n".join(rows))
     print("\n| on one thread, in memory | encrypt GB/s | decrypt GB/s |\n| --- | ---: | ---: |")
     for size in (64 << 10, 256 << 10, 2 * MIB, 8 * MIB):
