@@ -13,7 +13,7 @@ options=(--quiet --upgrade --generate-hashes --no-annotate --only-binary :all:
 resolve() { "$uv" pip compile "${options[@]}" "${@:2}" -o "$locks/$1.txt" && echo "$locks/$1.txt"; }
 
 resolve build "$locks/build.in"
-resolve cpu pyproject.toml --extra events --extra otel
+resolve cpu pyproject.toml --extra events --extra otel --extra encryption
 # The GPU extras name torch for connectors, which live in an engine's environment; the daemon needs none.
-resolve cuda12 pyproject.toml --extra events --extra otel --extra cuda12 --excludes <(echo torch)
-resolve cuda13 pyproject.toml --extra events --extra otel --extra cuda13 --excludes <(echo torch)
+resolve cuda12 pyproject.toml --extra events --extra otel --extra encryption --extra cuda12 --excludes <(echo torch)
+resolve cuda13 pyproject.toml --extra events --extra otel --extra encryption --extra cuda13 --excludes <(echo torch)

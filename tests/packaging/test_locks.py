@@ -43,7 +43,7 @@ def test_a_lock_fits_what_is_asked_for(variant: str) -> None:
         wanted += PYPROJECT["build-system"]["requires"]
     else:
         extras = PROJECT["optional-dependencies"]
-        wanted = [*PROJECT["dependencies"], *extras["events"], *extras["otel"], *extras.get(variant, [])]
+        wanted = [*PROJECT["dependencies"], *extras["events"], *extras["otel"], *extras["encryption"], *extras.get(variant, [])]
     for text in wanted:
         need = Requirement(text)
         name = canonicalize_name(need.name)
