@@ -23,6 +23,8 @@ MAX_REALMS: Final = 65_536
 """Pairs of a tenant and a namespace that a daemon holds blocks for, or has sessions of."""
 MAX_SHARD_BYTES: Final = 1 << 32
 SLOT_INDEX_BITS: Final = 32
+FIRST_DEVICE_EXTENT: Final = 1 << 30
+"""Extents of GPU memory have ids from here on, those of CPU memory lower ones: a slot says by itself where it is."""
 DEFAULT_TENANT: Final = "default"
 MAX_TTL_S: Final = 3650 * 86_400.0
 """Longest life that a caller of Save may ask for."""
@@ -86,6 +88,11 @@ def slot_extent(slot: int) -> int:
 def slot_index(slot: int) -> int:
     """Index of a slot in its extent."""
     return slot & 0xFFFF_FFFF
+
+
+def in_device(slot: int) -> bool:
+    """Whether a slot that a client was given is in GPU memory."""
+    return slot >> SLOT_INDEX_BITS >= FIRST_DEVICE_EXTENT
 
 
 def round_up(n: int, multiple: int) -> int:

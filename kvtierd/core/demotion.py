@@ -113,8 +113,13 @@ class Demoter:
         state = self._state
         if copy.state is not CopyState.READY or copy.pins:
             return
-        if copy.is_clean or not self._may_go(now, copy) or not start(copy, why, drop=True):
+        if copy.is_clean or not self._may_go(now, copy):
             state.evict(now, copy, "pressure")
+        elif not start(copy, why, drop=True):
+            if copy.tier is Tier.HBM and copy.block.realm not in state.turns.paused:
+                state.demote_wanted.append((copy, why))  # CPU memory writes down itself, and has room soon
+            else:
+                state.evict(now, copy, "pressure")
 
     def _may_go(self, now: float, copy: Copy) -> bool:
         state = self._state

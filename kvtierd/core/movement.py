@@ -152,7 +152,7 @@ class Mover:
         held = ticket.session.held_bytes
         if held and held + realm.tier_bytes[Tier.CPU] > state.config.max_ticket_share * state.config.capacity_bytes[Tier.CPU]:
             return _Step.SESSION_FULL
-        readable = state.readable(block)
+        readable = state.readable(block, ticket.devices)
         if readable is not None:
             self._fulfil(now, ticket, index, readable)
             return _Step.DONE
@@ -285,7 +285,7 @@ class Mover:
             state.set_state(now, target, CopyState.DOOMED, result.value)
         state.unpin(now, target)
         demoted = move.priority is Priority.DEMOTE
-        if demoted:
+        if demoted and (target.tier is Tier.NVME or result is Result.NO_SPACE):
             self._write_refused(now, target, result)
         elif source.state is CopyState.READY and result is not Result.NO_SPACE:
             state.evict(now, source, result.value)

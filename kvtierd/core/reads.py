@@ -24,13 +24,23 @@ class Reads:
         self.open: dict[int, ReadTicket] = {}
         """By ticket id."""
 
-    def load(self, now: float, session: Session, realm: Realm, keys: list[bytes], deadline_s: float, *, each: bool) -> ReadTicket:
-        """Pin what is held of the keys; :meth:`collect` hands it out as it becomes readable.
+    def load(
+        self,
+        now: float,
+        session: Session,
+        realm: Realm,
+        keys: list[bytes],
+        deadline_s: float,
+        *,
+        each: bool,
+        devices: tuple[int, ...] = (),
+    ) -> ReadTicket:
+        """Pin what is held of the keys; :meth:`collect` hands it out as it becomes readable, from the memory of these GPUs too.
 
         Raises:
             RequestError: LIMIT when the session has too many tickets.
         """
-        ticket = self._read_ticket(now, session, realm, keys, deadline_s, each=each, prefetch=False)
+        ticket = self._read_ticket(now, session, realm, keys, deadline_s, each=each, prefetch=False, devices=devices)
         tenant = realm.tenant
         for mask in ticket.found_on:
             if mask:
@@ -57,7 +67,16 @@ class Reads:
         return ticket
 
     def _read_ticket(
-        self, now: float, session: Session, realm: Realm, keys: list[bytes], deadline_s: float, *, each: bool, prefetch: bool
+        self,
+        now: float,
+        session: Session,
+        realm: Realm,
+        keys: list[bytes],
+        deadline_s: float,
+        *,
+        each: bool,
+        prefetch: bool,
+        devices: tuple[int, ...] = (),
     ) -> ReadTicket:
         session.check_tickets(self._state.config.max_tickets)
         state = self._state
@@ -78,7 +97,7 @@ class Reads:
                 found_on.append(0)
                 continue
             blocks.append(block)
-            copy = state.readable(block)
+            copy = state.readable(block, devices)
             may_hold = not session.held_bytes or session.held_bytes + size <= limit
             if copy is not None and may_hold:
                 session.ticket_bytes += size
@@ -92,7 +111,7 @@ class Reads:
             copies.append(copy)
             found_on.append(1 << fastest(block.mask))
         state.use(now, realm, blocks)
-        ticket = ReadTicket(next(state.ids), session, realm, prefetch, each, deadline_s, copies, entries, bytes(found_on))
+        ticket = ReadTicket(next(state.ids), session, realm, prefetch, each, deadline_s, copies, entries, bytes(found_on), devices)
         ticket.waiting, ticket.open = len(waiting), len(blocks)
         if not blocks:
             ticket.closed = True

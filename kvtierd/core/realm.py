@@ -58,6 +58,7 @@ class Realm:
     """
 
     __slots__ = (
+        "devices",
         "fingerprint",
         "held",
         "index",
@@ -99,8 +100,15 @@ class Realm:
         self.tier_bytes = (sum(self.slot_bytes), sum(self.slot_bytes), sum(self.nvme_slot_bytes))
         self.orders = orders
         """By tier: its copies that nobody uses."""
+        self.devices: tuple[int, ...] = ()
+        """The GPU of each shard whose memory its blocks may be in, or are; the same for as long as it has extents there."""
         self.writable = True
         """False while the realm is not recorded on disk: its blocks stay in memory until then."""
+
+    def group(self, tier: Tier, shard: int) -> tuple[tuple[int, int], int, int, int, int]:
+        """What names a shard's group of slots in memory, for ``SlotPool.group``."""
+        place = self.devices[shard] if tier is Tier.HBM else 0
+        return (self.realm_id, shard), self.slot_bytes[shard], shard, self.realm_id, place
 
     def own_keys(self) -> list[bytes]:
         """Keys of its own blocks."""

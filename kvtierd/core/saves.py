@@ -10,6 +10,7 @@ from typing import Final
 from kvtierd.core.admission import Prefix
 from kvtierd.core.block import Block, Copy, CopyState
 from kvtierd.core.expiry import extend
+from kvtierd.core.limits import TenantClass
 from kvtierd.core.realm import Realm
 from kvtierd.core.space import Space
 from kvtierd.core.state import DEPTH_S, CoreState
@@ -41,6 +42,8 @@ class Request:
     """Keys of the request's earlier blocks, root first. They need not be held."""
     matched: int | None = None
     """Blocks, from the root on, that were there when it came; None when that is not known."""
+    devices: tuple[int, ...] = ()
+    """The GPU of each shard whose memory the caller can open: its blocks get slots there as far as they may; () for none."""
 
 
 WHOLE: Final = Request()
@@ -69,10 +72,10 @@ class Saves:
         outcomes: list[int] = []
         copies: list[Copy | None] = []
         slots: list[int] = []
-        tier = state.save_tier(realm.tenant)
-        size = realm.tier_bytes[tier]
-        limit = state.config.max_ticket_share * state.config.capacity_bytes[tier]
+        size = realm.tier_bytes[Tier.CPU]
+        limit = state.config.max_ticket_share * state.config.capacity_bytes[Tier.CPU]
         refused = DRAINING if state.draining else 0
+        device = _DeviceSlots(state, self._space, session, realm, request.devices)
         # Held ones first, so that room for the others is not made at their expense.
         held = [block for key in keys if (block := realm.index.get(key)) is not None and block.mask]
         before = [block for key in request.before if (block := realm.index.get(key)) is not None]
@@ -88,11 +91,14 @@ class Saves:
                 refused = LIMIT
             if not refused:
                 fresh.wanted(key)
-                taken = self._space.allocate(now, tier, realm)
+                tier, taken = Tier.HBM, device.take(now)
+                if not taken:
+                    tier, taken = Tier.CPU, self._space.allocate(now, Tier.CPU, realm)
                 if isinstance(taken, Reason):
                     refused = _REFUSED[taken]
                 else:
-                    copies.append(state.new_copy(now, fresh.block(now, key), tier, taken, "save"))
+                    why = f"save, not in hbm: {device.refused}" if device.refused else "save"
+                    copies.append(state.new_copy(now, fresh.block(now, key), tier, taken, why))
                     slots.extend(taken)
                     session.ticket_bytes += size
             outcomes.append(refused or GRANTED)
@@ -193,6 +199,52 @@ class Saves:
             if copy.state is CopyState.FILLING:
                 self._state.set_state(now, copy, CopyState.DOOMED, why)
             self._state.unpin(now, copy)
+
+
+class _DeviceSlots:
+    """Slots in GPU memory for one Save, up to the first refusal: the rest goes to CPU memory, and nobody waits for room here.
+
+    A realm's blocks are on the GPUs of the engine that was first; an engine on others has to do without.
+    """
+
+    def __init__(self, state: CoreState, space: Space, session: Session, realm: Realm, devices: tuple[int, ...]) -> None:
+        self._state = state
+        self._space = space
+        self._session = session
+        self._realm = realm
+        self._wanted = bool(devices) and state.config.capacity_bytes[Tier.HBM] > 0
+        self.refused = ""
+        """Why no more are to be had; "" for nothing of that kind."""
+        if not self._wanted:
+            return
+        if realm.tenant.limits.tenant_class is TenantClass.BASIC:
+            self._refuse("class")
+        elif realm.devices != devices:
+            groups = state.pools[Tier.HBM].groups
+            held = [groups.get((realm.realm_id, shard)) for shard in range(len(realm.slot_bytes))]
+            if any(group is not None and group.extents for group in held):
+                self._refuse("other_gpu")
+            else:
+                realm.devices = devices
+
+    def _refuse(self, why: str) -> None:
+        self.refused = why
+
+    def take(self, now: float) -> tuple[int, ...]:
+        """Slots of one block; () when there are none for it."""
+        if not self._wanted:
+            return ()
+        config, session = self._state.config, self._session
+        limit = config.max_ticket_share * config.capacity_bytes[Tier.HBM]
+        if not self.refused and session.held_bytes and session.held_bytes + self._realm.tier_bytes[Tier.HBM] > limit:
+            self._refuse("limit")
+        if not self.refused:
+            taken = self._space.allocate(now, Tier.HBM, self._realm)
+            if not isinstance(taken, Reason):
+                return taken
+            self._refuse(taken.name.lower())
+        self._state.counts.not_in_hbm[self.refused] += 1
+        return ()
 
 
 class _Fresh:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvtierd.model import MAX_REALMS, Tier
+from kvtierd.model import MAX_REALMS
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,10 @@ class CoreConfig:
     """Places for realms; those without blocks and sessions give theirs up when all are taken."""
     retry_s: float = 5.0
     """Pause after a device refused a write, or after no room was found below for a realm."""
-    save_tier: Tier = Tier.CPU
-    """Where a Save gets its slots, HBM or CPU. With HBM, loads are served from that tier too, not from CPU memory alone."""
+    devices: int = 1
+    """GPUs of the HBM tier; each has the same part of its capacity."""
+    device_piece_bytes: int = 1
+    """An extent of GPU memory takes whole pieces of so many bytes."""
     eviction: str = "lru"
     """Order in which copies go for room: "lru" or "arc"."""
     turn_bonus_s: float = 0.0

@@ -9,12 +9,12 @@ client still maps memory that is on its way out.
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from kvtierd.model import Tier, slot_extent, slot_id, slot_index
+from kvtierd.model import FIRST_DEVICE_EXTENT, Tier, round_up, slot_extent, slot_id, slot_index
 
 if TYPE_CHECKING:
     from kvtierd.core.block import Copy
@@ -29,6 +29,8 @@ MIN_EXTENTS: Final = 64
 """As many it may have in any case."""
 UNMADE_PAUSE_S: Final = 1.0
 """How long no extent is made after one could not be made."""
+DEVICE_PAUSE_S: Final = 30.0
+"""The same of GPU memory: whoever has taken it gives it back late or never, and CPU memory serves meanwhile."""
 LEAVING_PAUSE_S: Final = 1.0
 """How long an extent may take to go before a second one is asked for. Callers that were refused come back often."""
 
@@ -60,7 +62,7 @@ class Extent:
     @property
     def size_bytes(self) -> int:
         """Bytes of the extent."""
-        return self.slot_count * self.group.slot_bytes
+        return round_up(self.slot_count * self.group.slot_bytes, self.group.piece_bytes)
 
     @property
     def has_free(self) -> bool:
@@ -87,6 +89,10 @@ class Group:
     shard: int
     realm_id: int
     """Owner on CPU and HBM; -1 on NVMe."""
+    place: int = 0
+    """The GPU that its extents are on; 0 on CPU and NVMe."""
+    piece_bytes: int = 1
+    """An extent takes whole pieces of so many bytes."""
     extents: dict[int, Extent] = field(default_factory=dict)
     open: dict[int, Extent] = field(default_factory=dict)
     """Extents that have a free slot; the first is filled first."""
@@ -110,6 +116,8 @@ class NewExtent:
     shard: int
     slot_bytes: int
     slot_count: int
+    place: int = 0
+    """The GPU; 0 on CPU and NVMe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +132,22 @@ class RetireExtent:
 
 
 class SlotPool:
-    """All slots of one tier."""
+    """All slots of one tier.
 
-    def __init__(self, tier: Tier, capacity_bytes: int, extent_bytes: int) -> None:
+    Args:
+        tier: the tier.
+        capacity_bytes: of all its places together; each has the same.
+        extent_bytes: of one extent, where nothing speaks for a smaller one.
+        places: GPUs of the tier; 1 on CPU and NVMe.
+        piece_bytes: an extent takes whole pieces of so many bytes.
+    """
+
+    def __init__(self, tier: Tier, capacity_bytes: int, extent_bytes: int, places: int = 1, piece_bytes: int = 1) -> None:
         self.tier = tier
         self.capacity_bytes = capacity_bytes
+        self._place_bytes = capacity_bytes // places
+        self._reserved_by_place = [0] * places
+        self._piece_bytes = piece_bytes
         self.extent_bytes = extent_bytes
         self._max_extents = max(PIECES * capacity_bytes // max(extent_bytes, 1), MIN_EXTENTS)
         self.reserved_bytes = 0
@@ -138,8 +157,11 @@ class SlotPool:
         self.extents: dict[int, Extent] = {}
         self.retiring: dict[int, int] = {}
         """Bytes of extents on their way out, by id."""
+        self._retiring_from: dict[int, int] = {}
+        """Their places."""
         self.groups: dict[Hashable, Group] = {}
-        self.next_extent_id = 1
+        self.next_extent_id = FIRST_DEVICE_EXTENT if tier is Tier.HBM else 1
+        self._last_extent_id = FIRST_DEVICE_EXTENT - 1 if tier is Tier.CPU else MAX_EXTENT_ID
         self.commands: list[NewExtent | RetireExtent] = []
         self.empty: dict[int, Extent] = {}
         """Extents that hold nothing, kept for their group until another group needs the room."""
@@ -150,12 +172,16 @@ class SlotPool:
         self._made_since_order = False
         self._coldest: tuple[float, list[Extent]] = (float("-inf"), [])
 
-    def group(self, key: Hashable, slot_bytes: int, shard: int, realm_id: int) -> Group:
+    def group(self, key: Hashable, slot_bytes: int, shard: int, realm_id: int, place: int = 0) -> Group:
         """The group of this key, made when it is new."""
         found = self.groups.get(key)
-        if found is None:
-            found = self.groups[key] = Group(key, slot_bytes, shard, realm_id)
+        if found is None or (found.place != place and not found.extents):
+            found = self.groups[key] = Group(key, slot_bytes, shard, realm_id, place, self._piece_bytes)
         return found
+
+    def room_bytes(self, group: Group) -> int:
+        """Bytes that no extent has taken where the extents of a group are."""
+        return self._place_bytes - self._reserved_by_place[group.place]
 
     def take(self, group: Group) -> int:
         """Take a free slot of a group that has one. The caller sets the owner."""
@@ -174,27 +200,33 @@ class SlotPool:
         Where less than a whole extent each is left, the groups share the room in proportion, so that no shard takes the
         room of the others. None is made when the pool is in too many pieces, until others have gone.
         """
-        room = self.capacity_bytes - self.reserved_bytes
         if len(self.extents) + len(self.retiring) + len(wanted) > self._max_extents:
             return False
-        rest = sum(group.slot_bytes * count for group, count in wanted)
-        if room < rest or now < self.growth_blocked_until_s or self.next_extent_id + len(wanted) > MAX_EXTENT_ID:
+        rest: Counter[int] = Counter()
+        for group, count in wanted:
+            rest[group.place] += round_up(group.slot_bytes * count, group.piece_bytes)
+        full = any(self._place_bytes - self._reserved_by_place[place] < size for place, size in rest.items())
+        if full or now < self.growth_blocked_until_s or self.next_extent_id + len(wanted) > self._last_extent_id:
             return False
         for group, least in wanted:
-            share = room * group.slot_bytes * least // rest
+            need = round_up(group.slot_bytes * least, group.piece_bytes)
+            share = self.room_bytes(group) * need // rest[group.place]
+            share -= share % group.piece_bytes
             count = max(min(self.extent_bytes, share) // group.slot_bytes, least)
             extent = self._add(group, self.next_extent_id, count)
             self.next_extent_id += 1
             extent.used_at_s = now
-            self.commands.append(NewExtent(self.tier, extent.extent_id, group.realm_id, group.shard, group.slot_bytes, count))
-            room -= extent.size_bytes
-            rest -= group.slot_bytes * least
+            self.commands.append(
+                NewExtent(self.tier, extent.extent_id, group.realm_id, group.shard, group.slot_bytes, count, group.place)
+            )
+            rest[group.place] -= need
         return True
 
     def _add(self, group: Group, extent_id: int, slot_count: int) -> Extent:
         extent = Extent(extent_id, group, slot_count, [None] * slot_count)
         self.extents[extent_id] = group.extents[extent_id] = group.open[extent_id] = extent
         self.reserved_bytes += extent.size_bytes
+        self._reserved_by_place[group.place] += extent.size_bytes
         self._made_since_order = True
         return extent
 
@@ -230,7 +262,8 @@ class SlotPool:
 
     def unmade(self, extent_id: int, now: float) -> set[Copy]:
         """Give up an extent that could not be made. Returns the copies in it; it goes when the last of them has gone."""
-        self.growth_blocked_until_s = max(self.growth_blocked_until_s, now + UNMADE_PAUSE_S)
+        pause_s = DEVICE_PAUSE_S if self.tier is Tier.HBM else UNMADE_PAUSE_S
+        self.growth_blocked_until_s = max(self.growth_blocked_until_s, now + pause_s)
         extent = self.extents.get(extent_id)
         if extent is None:
             return set()  # it was retired already
@@ -250,11 +283,14 @@ class SlotPool:
             # Groups without extents are forgotten, so that realms that come and go leave nothing behind.
             self.groups.pop(extent.group.key, None)
         self.retiring[extent.extent_id] = extent.size_bytes
+        self._retiring_from[extent.extent_id] = extent.group.place
         self.commands.append(RetireExtent(self.tier, extent.extent_id))
 
     def released(self, extent_id: int) -> None:
         """The shell reports that nobody holds a retired extent any more."""
-        self.reserved_bytes -= self.retiring.pop(extent_id)
+        size_bytes = self.retiring.pop(extent_id)
+        self.reserved_bytes -= size_bytes
+        self._reserved_by_place[self._retiring_from.pop(extent_id)] -= size_bytes
 
     def may_ask(self, now: float) -> bool:
         """True when an extent may be sent away for another group: the last ones have gone, or take long.
@@ -339,7 +375,8 @@ class SlotPool:
         assert used == self.used_bytes
         assert self.leaving <= self.extents.keys() and self.empty.keys() <= self.extents.keys()
         assert reserved + sum(self.retiring.values()) == self.reserved_bytes
-        assert self.reserved_bytes <= self.capacity_bytes, "the capacity holds at all times"
+        assert sum(self._reserved_by_place) == self.reserved_bytes and self.retiring.keys() == self._retiring_from.keys()
+        assert max(self._reserved_by_place) <= self._place_bytes, "the capacity holds at all times"
 
     def slots_in_use(self) -> Iterator[tuple[int, Copy]]:
         """Every used slot with its owner."""

@@ -83,20 +83,18 @@ class Space:
         pool = self._state.pools[tier]
         if len(realm.slot_bytes) == 1:
             size = realm.nvme_slot_bytes[0] if tier is Tier.NVME else realm.slot_bytes[0]
-            group = pool.group(size, size, 0, -1) if tier is Tier.NVME else pool.group((realm.realm_id, 0), size, 0, realm.realm_id)
+            group = pool.group(size, size, 0, -1) if tier is Tier.NVME else pool.group(*realm.group(tier, 0))
             if group.open:
                 return (pool.take(group),)
         if tier is Tier.NVME:
             groups = [pool.group(size, size, 0, -1) for size in realm.nvme_slot_bytes]
         else:
-            groups = [pool.group((realm.realm_id, i), size, i, realm.realm_id) for i, size in enumerate(realm.slot_bytes)]
+            groups = [pool.group(*realm.group(tier, shard)) for shard in range(len(realm.slot_bytes))]
         wanted = Counter(groups) if len(groups) > 1 else {groups[0]: 1}
         short = [(group, missing) for group, count in wanted.items() if (missing := group.missing(count))]
         if short:
             first, count = short[0]
-            is_full = (
-                pool.reserved_bytes + first.slot_bytes * count > pool.capacity_bytes
-            )  # most often, and then nothing else counts
+            is_full = pool.room_bytes(first) < first.slot_bytes * count  # most often, and then nothing else counts
             if is_full or not (self._may_grow(now, tier, realm) and pool.grow(short, now)):
                 return first
             self._state.shares.has_grown(realm.tenant, tier)

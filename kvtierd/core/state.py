@@ -15,7 +15,7 @@ from kvtierd.core.admission import TOO_IDLE, Admission
 from kvtierd.core.block import TRANSITIONS, Block, Copy, CopyState
 from kvtierd.core.commands import Command, Forget, Move, Renew, SpaceFreed
 from kvtierd.core.expiry import Expiries
-from kvtierd.core.limits import NO_LIMITS, Limits, TenantClass
+from kvtierd.core.limits import NO_LIMITS, Limits
 from kvtierd.core.order import Lane, ghost_of, policy_of
 from kvtierd.core.realm import Realm, Tenant
 from kvtierd.core.settings import CoreConfig
@@ -41,7 +41,11 @@ class CoreState:
 
     def __init__(self, config: CoreConfig, limits: dict[str, Limits]) -> None:
         self.config = config
-        self.pools = tuple(SlotPool(t, config.capacity_bytes[t], config.extent_bytes[t]) for t in Tier)
+        sizes = list(zip(config.capacity_bytes, config.extent_bytes, strict=True))
+        self.pools = (
+            SlotPool(Tier.HBM, *sizes[Tier.HBM], config.devices, config.device_piece_bytes),
+            *(SlotPool(tier, *sizes[tier]) for tier in (Tier.CPU, Tier.NVME)),
+        )
         self.shares = Shares(config)
         self.turns = Turns(config, self.shares)
         self.tiers = self.turns.tiers
@@ -95,10 +99,6 @@ class CoreState:
     def is_shared(self, tenant: str) -> bool:
         """Whether a tenant's scope is shared at present."""
         return self.limits.get(tenant, NO_LIMITS).shared
-
-    def save_tier(self, tenant: Tenant) -> Tier:
-        """Where a tenant's saves get their slots."""
-        return Tier.CPU if tenant.limits.tenant_class is TenantClass.BASIC else self.config.save_tier
 
     def grew(self, tenant: Tenant, tier: Tier, size_bytes: int) -> None:
         """A tenant holds more than its ``notable_bytes``, by a copy of this size."""
@@ -357,9 +357,9 @@ class CoreState:
                 return NOT_ADMITTED
         return why
 
-    def readable(self, block: Block) -> Copy | None:
-        """The copy that a client may read in place: one in memory that loads are served from."""
-        if self.config.save_tier is Tier.HBM and block.hbm is not None and block.hbm.state is CopyState.READY:
+    def readable(self, block: Block, devices: tuple[int, ...]) -> Copy | None:
+        """The copy that a client may read in place, given the GPU of each shard whose memory it can open; () for none."""
+        if devices and block.hbm is not None and block.hbm.state is CopyState.READY and block.realm.devices == devices:
             return block.hbm
         return block.cpu if block.cpu is not None and block.cpu.state is CopyState.READY else None
 

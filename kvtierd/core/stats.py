@@ -47,6 +47,8 @@ class Counts:
     """Keys by tenant and outcome."""
     not_admitted: Counter[str] = field(default_factory=Counter)
     """Blocks forgotten because NVMe did not take them, by why."""
+    not_in_hbm: Counter[str] = field(default_factory=Counter)
+    """Blocks that got slots in CPU memory although their engine can open that of its GPU, by why."""
     failed_commands: Counter[str] = field(default_factory=Counter)
     """Commands that the shell could not run, by the name of their class."""
 

@@ -23,7 +23,7 @@ class Entry(IntEnum):
 
     MISSING = 0
     WAITING = 1
-    """Held on NVMe only; that copy is pinned until the promotion ends."""
+    """Held where its reader cannot read it; that copy is pinned until there is one in CPU memory."""
     READY = 2
     """Readable and pinned, not handed out yet."""
     TAKEN = 3
@@ -87,11 +87,13 @@ class ReadTicket:
     each: bool
     deadline_s: float
     copies: list[Copy | None]
-    """The pinned copy of each key: on NVMe while WAITING, above it once READY."""
+    """The pinned copy of each key: one that its reader cannot read while WAITING, another one once READY."""
     entries: bytearray
     """An :class:`Entry` a key."""
     found_on: bytes
     """Mask of the tier that each key was found on when the ticket was made."""
+    devices: tuple[int, ...] = ()
+    """The GPU of each shard whose memory its reader can open; () for none."""
     waiting: int = 0
     cursor: int = 0
     """Keys before this one were handed out or are missing."""

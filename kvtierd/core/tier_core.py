@@ -160,6 +160,14 @@ class TierCore:
         del self.sessions[session.session_id]
         self._mover.pump(now)
 
+    def leave_devices(self, now: float, realm: Realm) -> None:
+        """No engine that reads a realm's blocks in GPU memory is left there: they move down, and the memory comes back."""
+        pool = self.state.pools[Tier.HBM]
+        groups = [pool.groups.get((realm.realm_id, shard)) for shard in range(len(realm.slot_bytes))]
+        for extent in [e for group in groups if group is not None for e in group.extents.values() if not e.draining]:
+            self._space.drain_extent(now, Tier.HBM, extent)
+        self._mover.pump(now)
+
     # ---- lookup
 
     def lookup(self, now: float, realm: Realm, keys: list[bytes], *, each: bool = False) -> tuple[int, bytes]:
@@ -222,9 +230,19 @@ class TierCore:
 
     # ---- load and prefetch
 
-    def load(self, now: float, session: Session, realm: Realm, keys: list[bytes], deadline_s: float, *, each: bool) -> ReadTicket:
+    def load(
+        self,
+        now: float,
+        session: Session,
+        realm: Realm,
+        keys: list[bytes],
+        deadline_s: float,
+        *,
+        each: bool,
+        devices: tuple[int, ...] = (),
+    ) -> ReadTicket:
         """See :meth:`Reads.load`."""
-        return self._reads.load(now, session, realm, keys, deadline_s, each=each)
+        return self._reads.load(now, session, realm, keys, deadline_s, each=each, devices=devices)
 
     def prefetch(self, now: float, session: Session, realm: Realm, keys: list[bytes], deadline_s: float) -> ReadTicket:
         """See :meth:`Reads.prefetch`."""

@@ -13,6 +13,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from kvtierd.core import saves
 from kvtierd.core.commands import Progress, StartMoves
 from kvtierd.core.realm import Realm
 from kvtierd.core.saves import BUSY, HELD, LIMIT
@@ -69,7 +70,6 @@ class SimSettings:
             free_target=self.free_target,
             max_promote_bytes=min(IN_FLIGHT_BYTES, capacity[Tier.CPU] // 8),
             max_demote_bytes=min(IN_FLIGHT_BYTES, max(capacity[Tier.NVME] // 32, capacity[Tier.CPU] // 32)),
-            save_tier=Tier.HBM if capacity[Tier.HBM] else Tier.CPU,
             eviction=self.eviction,
             turn_bonus_s=self.turn_bonus_s,
             second_use=self.second_use,
@@ -119,6 +119,7 @@ class Simulation:
         self._now = 0.0
         self._namespace = Namespace(shard_bytes=(settings.block_bytes,), model="replay")
         self._sessions: dict[str, Session] = {}
+        self._gpus = (0,) if settings.capacity_blocks.get(Tier.HBM, 0) else ()
         self._loads: dict[ReadTicket, _Load] = {}
         self._news: dict[ReadTicket, None] = {}
         self._done: list[tuple[float, int]] = []
@@ -222,7 +223,8 @@ class Simulation:
         if not held:
             self._save(load)
             return
-        ticket = self.core.load(self._now, session, realm, keys[:held], self._now + LOAD_DEADLINE_S, each=False)
+        until_s = self._now + LOAD_DEADLINE_S
+        ticket = self.core.load(self._now, session, realm, keys[:held], until_s, each=False, devices=self._gpus)
         self._loads[ticket] = load
         self._news[ticket] = None
         self._settle()
@@ -252,7 +254,7 @@ class Simulation:
         patience = SAVE_TRIES
         while patience:
             self._now += STEP_S
-            grant = core.save(self._now, load.session, load.realm, load.keys)
+            grant = core.save(self._now, load.session, load.realm, load.keys, request=saves.Request(devices=self._gpus))
             self._run_commands()  # loads go on after the save
             outcomes = Counter(core.settle(load.session, grant).outcomes)
             if grant.ticket_id:

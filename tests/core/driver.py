@@ -73,10 +73,11 @@ class Driver:
                 cpu * KIB, nvme * KIB, hbm * KIB, extent * KIB,
                 ttl_s=(3.0, 20.0, None) if ttl else (30.0, 600.0, None),
                 max_promote_bytes=promote * KIB, max_demote_bytes=64 * KIB, max_ticket_share=share, max_tickets=12,
-                save_tier=Tier.HBM if into_hbm and hbm else Tier.CPU, **POLICIES[policy], **ADMISSIONS[admission],
+                **POLICIES[policy], **ADMISSIONS[admission],
             ),
             limits,
             release_late=late,
+            into_hbm=into_hbm,
         )  # fmt: skip
         self.realms: list[Realm] = [self.shell.realm(*shape, tenant=t) for t in "ab" for shape in SHAPES]
         self.realms += [self.shell.realm(*shape, tenant=t) for t in "st" for shape in SHAPES[1:3]]
@@ -248,7 +249,7 @@ class Driver:
         """Check everything that can be checked between two events."""
         shell = self.shell
         shell.check()
-        limit = shell.config.max_ticket_share * max(shell.config.capacity_bytes[t] for t in (Tier.CPU, shell.config.save_tier))
+        limit = shell.config.max_ticket_share * shell.config.capacity_bytes[Tier.CPU]
         for session in self.sessions:
             assert session.ticket_bytes <= max(limit, max(r.tier_bytes[Tier.CPU] for r in self.realms))
         up = [m.size_bytes for m, _ in shell.moves.values() if m.priority is not Priority.DEMOTE]

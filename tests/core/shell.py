@@ -6,7 +6,7 @@ what the disk would recover equals what the core calls readable on NVMe, and a l
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvtierd.core.block import Block, Copy, CopyState
 from kvtierd.core.commands import Forget, Move, Progress, StartMoves
@@ -18,10 +18,16 @@ from kvtierd.core.slots import NewExtent, RetireExtent
 from kvtierd.core.tickets import GRANTED, Entry, PinTicket, ReadTicket, SaveGrant, Session
 from kvtierd.core.tier_core import TierCore
 from kvtierd.errors import Reason
-from kvtierd.model import Namespace, Result, Tier, slot_extent, slot_index
+from kvtierd.model import Namespace, Result, Tier, in_device, slot_extent, slot_index
 
 KIB = 1024
 Place = tuple[Tier, int]
+
+
+def tier_of(slots: tuple[int, ...]) -> Tier:
+    """The tier of memory that slots of a client are in."""
+    assert len(set(map(in_device, slots))) == 1, "whole blocks only"
+    return Tier.HBM if in_device(slots[0]) else Tier.CPU
 
 
 def key_of(number: int) -> bytes:
@@ -46,7 +52,6 @@ class OpenSave:
 
     session: Session
     realm: Realm
-    tier: Tier
     open: dict[int, tuple[bytes, tuple[int, ...], int]]
 
 
@@ -64,8 +69,16 @@ class OpenLoad:
 class Shell:
     """Runs the core's commands against contents held here."""
 
-    def __init__(self, core_config: CoreConfig, limits: dict[str, Limits] | None = None, *, release_late: bool = False) -> None:
+    def __init__(
+        self,
+        core_config: CoreConfig,
+        limits: dict[str, Limits] | None = None,
+        *,
+        release_late: bool = False,
+        into_hbm: bool = False,
+    ) -> None:
         self.config = core_config
+        self.into_hbm = into_hbm  # clients can open the memory of the first GPU
         self.core = TierCore(core_config, limits)
         self.now = 0.0
         self.release_late = release_late
@@ -116,6 +129,10 @@ class Shell:
     def realm(self, *shard_bytes: int, tenant: str = "t", model: str = "m") -> Realm:
         """A realm with shards of these sizes."""
         return self.core.open_realm(tenant, Namespace(shard_bytes=shard_bytes, model=model))[0]
+
+    def devices(self, realm: Realm) -> tuple[int, ...]:
+        """What clients can open."""
+        return (0,) * len(realm.slot_bytes) if self.into_hbm else ()
 
     def attach(self, realm: Realm) -> Session:
         """A new session."""
@@ -275,19 +292,19 @@ class Shell:
 
     def save(self, session: Session, realm: Realm, keys: list[bytes], request: Request = WHOLE) -> SaveGrant:
         """Ask for slots; granted ones are being written from now on."""
-        grant = self.core.save(self.now, session, realm, keys, self.ttl_s, request)
+        grant = self.core.save(self.now, session, realm, keys, self.ttl_s, replace(request, devices=self.devices(realm)))
         self.run()
         width = len(realm.slot_bytes)
         granted = [i for i, o in enumerate(grant.outcomes) if o == GRANTED]
         assert len(grant.slots) == width * len(granted)
         assert len(grant.outcomes) == len(keys)
         if granted:
-            opened = OpenSave(session, realm, self.core.state.save_tier(realm.tenant), {})
+            opened = OpenSave(session, realm, {})
             for n, index in enumerate(granted):
                 slots = tuple(grant.slots[n * width : (n + 1) * width])
                 self.written += 1
                 opened.open[n] = (keys[index], slots, self.written)
-                self._begin_write(opened.tier, slots, ("save", grant.ticket_id))
+                self._begin_write(tier_of(slots), slots, ("save", grant.ticket_id))
             self.saves[grant.ticket_id] = opened
         else:
             assert grant.ticket_id == 0
@@ -301,8 +318,8 @@ class Shell:
         for index in which:
             key, slots, version = opened.open.pop(index)
             for shard, slot in enumerate(slots):
-                assert self.writers[(opened.tier, slot)] == ("save", ticket_id)
-                self.content[(opened.tier, slot)] = (opened.realm.realm_id, key, shard, version)
+                assert self.writers[(tier_of(slots), slot)] == ("save", ticket_id)
+                self.content[(tier_of(slots), slot)] = (opened.realm.realm_id, key, shard, version)
             self._stop_using(("save", ticket_id), slots)
             filled[key] = version
         published = self.core.commit(self.now, opened.session, ticket_id, indexes or ())
@@ -334,7 +351,7 @@ class Shell:
 
     def load(self, session: Session, realm: Realm, keys: list[bytes], wait_s: float = 10.0, *, each: bool = False) -> ReadTicket:
         """Begin a load."""
-        ticket = self.core.load(self.now, session, realm, keys, self.now + wait_s, each=each)
+        ticket = self.core.load(self.now, session, realm, keys, self.now + wait_s, each=each, devices=self.devices(realm))
         # In a shared realm a block may be another's, who saved it.
         owners = {i: copy.block.realm.realm_id for i, copy in enumerate(ticket.copies) if copy is not None}
         versions = {i: self.version[(owner, keys[i])] for i, owner in owners.items()}
@@ -365,7 +382,8 @@ class Shell:
     def _look(self, opened: OpenLoad, index: int) -> None:
         realm = opened.ticket.realm
         copy = opened.ticket.copies[index]
-        assert copy is not None and copy.tier in (Tier.CPU, self.config.save_tier)
+        assert copy is not None and copy.tier in ((Tier.HBM, Tier.CPU) if self.into_hbm else (Tier.CPU,))
+        assert tier_of(opened.taken[index]) is copy.tier
         seen = self._read(copy.tier, opened.taken[index], ("load", opened.ticket.ticket_id))
         wanted = [
             (copy.block.realm.realm_id, opened.keys[index], shard, opened.versions[index]) for shard in range(len(realm.slot_bytes))
@@ -421,10 +439,11 @@ class Shell:
         return ticket
 
     def put_hbm(self, realm: Realm, key: bytes) -> bool:
-        """Put a block into HBM, as a save into that tier would: no call does it yet. False when it has no room."""
+        """Put a block into HBM, as a save of an engine that can open that memory would. False when it has no room."""
         state = self.core.state
         if key in realm.index or state.draining:
             return False
+        realm.devices = (0,) * len(realm.slot_bytes)
         slots = self.core._space.allocate(self.now, Tier.HBM, realm)
         if not isinstance(slots, tuple):
             self.run()

@@ -416,5 +416,6 @@ def test_load_of_a_failed_copy_down_is_answered() -> None:
     assert len(shell.moves) == 1
     shell.finish_all(Result.IO_ERROR)
     assert shell.collect(ticket) == ([], True)
-    assert shell.tiers(realm, key_of(1)) == "h"
+    assert shell.tiers(realm, key_of(1)) == "", "what cannot be read is forgotten"
+    assert not shell.core.state.turns.suspended, "and CPU memory has nothing to do with it"
     shell.check()

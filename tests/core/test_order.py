@@ -336,7 +336,7 @@ def test_saves_into_hbm_and_loads_from_there() -> None:
 
     Method: a chain through all three tiers; the shell compares every byte that a load sees.
     """
-    shell = Shell(config(cpu=32 * KIB, nvme=1 << 20, hbm=16 * KIB, save_tier=Tier.HBM, max_ticket_share=1.0))
+    shell = Shell(config(cpu=32 * KIB, nvme=1 << 20, hbm=16 * KIB, max_ticket_share=1.0), into_hbm=True)
     realm = shell.realm(4096)
     session = shell.attach(realm)
     for number in range(20):
@@ -358,7 +358,7 @@ def test_a_full_middle_tier_is_waited_for() -> None:
 
     Method: no room is kept free; HBM and CPU memory are full of what exists nowhere else when more is saved.
     """
-    shell = Shell(config(cpu=32 * KIB, nvme=1 << 20, hbm=16 * KIB, save_tier=Tier.HBM, max_ticket_share=1.0, free_target=0.0))
+    shell = Shell(config(cpu=32 * KIB, nvme=1 << 20, hbm=16 * KIB, max_ticket_share=1.0, free_target=0.0), into_hbm=True)
     realm = shell.realm(4096)
     session = shell.attach(realm)
     saved = []

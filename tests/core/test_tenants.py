@@ -209,7 +209,7 @@ def test_a_reserve_comes_back_clean_copies_first() -> None:
 def test_basic_never_enters_hbm(change: bool) -> None:
     """Goal: saves of a basic tenant go to CPU memory, and one that becomes basic leaves HBM. Method: both kinds save into HBM."""
     limits = {} if change else {"b": Limits(tenant_class=BASIC)}
-    shell = Shell(config(hbm=CPU, cpu=CPU, extent=8 * BLOCK, save_tier=Tier.HBM), limits)
+    shell = Shell(config(hbm=CPU, cpu=CPU, extent=8 * BLOCK), limits, into_hbm=True)
     basic, standard = Engine(shell, "b"), Engine(shell, "s")
     basic.use(*range(8))
     standard.use(*range(8))
