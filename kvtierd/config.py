@@ -27,6 +27,7 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
+from kvtierd.cuda import PIECE_BYTES
 from kvtierd.errors import ConfigError
 from kvtierd.tenant_config import MAX_TENANT_NAME, TenantConfig, is_tenant_name
 from kvtierd.units import (
@@ -113,10 +114,27 @@ def _runtime_dir() -> Path:
 
 
 class HbmConfig(_Section):
-    """GPU memory tier. Not part of this version: the capacity must be 0."""
+    """GPU memory tier, for engines on GPUs of this host. Needs the NVIDIA driver, and nothing else."""
 
     capacity: Size = Field(0, description="Bytes of the pool on each GPU; 0 switches the tier off.")
+    devices: list[str] = Field(
+        default_factory=list,
+        max_length=64,
+        description="GPUs, by number or UUID, that have a pool; empty for all that the daemon may see.",
+    )
+    extent: Size = Field(0, description="Bytes of one extent; 0 means 1/16 of the capacity, from 2 MiB to 256 MiB.")
     ttl: OptionalDuration = Field(30.0, description='Idle time after which a copy moves down; "never" for none.')
+
+    @property
+    def pool_bytes(self) -> int:
+        """Capacity of each GPU in whole pieces of its memory."""
+        return self.capacity // PIECE_BYTES * PIECE_BYTES
+
+    @property
+    def extent_bytes(self) -> int:
+        """Bytes of one extent with the default worked out, in whole pieces."""
+        wanted = self.extent or min(256 << 20, self.capacity // 16)
+        return max(wanted // PIECE_BYTES, 1) * PIECE_BYTES
 
 
 class CpuConfig(_Section):
@@ -323,8 +341,10 @@ class Config(_Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
-        if self.hbm.capacity:
-            raise ValueError("hbm.capacity is set, but this version has no HBM tier; set it to 0")
+        if 0 < self.hbm.capacity < PIECE_BYTES:
+            raise ValueError("hbm.capacity is below 2MiB; raise it, or set it to 0 for no HBM tier")
+        if self.hbm.capacity and self.hbm.extent_bytes > self.hbm.pool_bytes:
+            raise ValueError("hbm.extent is larger than hbm.capacity")
         if self.nvme.capacity and self.nvme.capacity < 4 << 20:
             raise ValueError("nvme.capacity is below 4MiB; raise it, or set it to 0 for no NVMe tier")
         if self.cpu.capacity < 1 << 20:

@@ -128,6 +128,8 @@ def status_json(answer: admin_pb2.GetStatusResponse) -> dict[str, Any]:
                 "ticket_bytes": s.ticket_bytes,
                 "age_s": s.age_s,
                 "pid": s.pid,
+                "devices": s.devices,
+                "no_device": s.no_device,
             }
             for s in answer.sessions
         ],
@@ -158,6 +160,8 @@ def render_status(answer: admin_pb2.GetStatusResponse, address: str) -> Renderab
     if answer.tenants:
         parts += [Text(""), _tenant_table(answer)]
     parts += [Text(""), _session_table(answer) if answer.sessions else Text("no sessions", style="dim")]
+    without = [s for s in answer.sessions if s.no_device]
+    parts += [Text(f"session {s.id} is given no GPU memory: {clean(s.no_device)}", style="yellow") for s in without]
     counters = [(name, format_count(value)) for name, value in sorted(answer.counters.items()) if value]
     if counters:
         parts += [Text(""), make_table("counters", ("name", ">since start"), counters)]

@@ -223,6 +223,7 @@ class Client(Connection):
         ttl_s: float | None = None,
         before: Keys = b"",
         matched: int | None = None,
+        device: bool = False,
     ) -> Reservation:
         """Ask for slots to fill in place: ``with client.reserve(keys) as r: … r.views(i) …; r.commit()``.
 
@@ -235,12 +236,13 @@ class Client(Connection):
             before: the request's blocks before these, root first, where it saves in portions: with the last one, so that in the
                 daemon its leaves go before its roots. They need not be held, and count against the limit for one call too.
             matched: blocks, from the root on, that the request found when it came; None when that is not known.
+            device: take slots in GPU memory too, where processes of the session have opened that. Only they can use these.
 
         Raises:
             ValueError: malformed keys, or a life or number that cannot be.
             RequestError: too many keys for one call, or the daemon refuses such calls.
         """
-        return self.reserve_until(self._deadline(timeout_s), keys, wait_s, tenant, ttl_s, before, matched)
+        return self.reserve_until(self._deadline(timeout_s), keys, wait_s, tenant, ttl_s, before, matched, device=device)
 
     @traced("kvtierd.reserve", told)
     def reserve_until(
@@ -252,10 +254,12 @@ class Client(Connection):
         ttl_s: float | None = None,
         before: Keys = b"",
         matched: int | None = None,
+        *,
+        device: bool = False,
     ) -> Reservation:
         """As ``reserve``, with a deadline that another thread can bring forward."""
         packed, ttl_ms = pack_keys(keys), wire_ttl_ms(ttl_s)
-        portion = Portion(pack_keys(before), matched)
+        portion = Portion(pack_keys(before), matched, device)
         count = count_keys(packed)
         if not count:
             return Reservation(None, 0, None)
@@ -265,7 +269,9 @@ class Client(Connection):
             lambda e: Reservation(None, count, None, outcome=rejection(e), reason=reason_of(e)),
         )
 
-    def fetch(self, keys: Keys, timeout_s: float | None = None, each: bool = False, *, tenant: str = "") -> Fetch:
+    def fetch(
+        self, keys: Keys, timeout_s: float | None = None, each: bool = False, *, tenant: str = "", device: bool = False
+    ) -> Fetch:
         """Blocks to read in place: ``with client.fetch(keys) as f: for index, views in f: …``.
 
         Check ``f.intact`` after the last use of the views: what was read before it turned False cannot be trusted.
@@ -275,22 +281,23 @@ class Client(Connection):
             timeout_s: past it what is not readable is a miss.
             each: every key that is held instead of stopping at the first miss.
             tenant: to act for, where this session may; empty means the client's own.
+            device: take slots in GPU memory too, where processes of the session have opened that. Only they can use these.
 
         Raises:
             ValueError: malformed keys.
             RequestError: too many keys for one call.
         """
-        return self.fetch_until(self._deadline(timeout_s), keys, each, tenant)
+        return self.fetch_until(self._deadline(timeout_s), keys, each, tenant, device=device)
 
     @traced("kvtierd.fetch", told)
-    def fetch_until(self, deadline: Deadline, keys: Keys, each: bool = False, tenant: str = "") -> Fetch:
+    def fetch_until(self, deadline: Deadline, keys: Keys, each: bool = False, tenant: str = "", *, device: bool = False) -> Fetch:
         """As ``fetch``, with a deadline that another thread can bring forward."""
         packed = pack_keys(keys)
         if not packed:
             return Fetch(None, None, deadline)
         return self._hold(
             deadline,
-            lambda session: loading.fetch(session, packed, deadline, each=each, tenant=tenant),
+            lambda session: loading.fetch(session, packed, deadline, each=each, tenant=tenant, device=device),
             lambda e: Fetch(None, None, deadline, reason_of(e)),
         )
 

@@ -16,11 +16,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
 from google.protobuf.message import DecodeError
 
 from kvtierd.client.descriptors import MAX_EXTENTS_PER_PACKET, DescriptorSocket, Signal, refusal
+from kvtierd.client.devices import Importer, open_extent, prove
+from kvtierd.cuda import DeviceMapping
 from kvtierd.errors import DaemonUnavailableError, KvtierdError, Reason, RequestError
 from kvtierd.memory import SharedMapping, can_populate, filled_ranges
 from kvtierd.model import slot_extent, slot_index
@@ -42,9 +45,9 @@ class _Extent:
 
     __slots__ = ("mapping", "shard", "slot_bytes", "view")
 
-    def __init__(self, mapping: SharedMapping, slot_bytes: int, shard: int) -> None:
+    def __init__(self, mapping: SharedMapping | DeviceMapping, slot_bytes: int, shard: int) -> None:
         self.mapping = mapping
-        self.view = mapping.view
+        self.view: Any = mapping.view
         self.slot_bytes = slot_bytes
         self.shard = shard
 
@@ -65,6 +68,8 @@ class ExtentMap:
             the extent stays mapped and unconfirmed.
         on_lost: called once when the daemon's side goes away, not for ``close``. All hooks run in the reader thread, but for
             ``on_revoked`` during ``close``, which runs in the caller's. A hook must not ask for views.
+        device: opens memory of the GPU that this process copies on; then slots may be in it, and views of these are as ``device``
+            makes them. None where this process has no GPU. The hooks for mapped memory hear nothing of it.
 
     Attributes:
         boot_epoch: boot of the daemon.
@@ -88,7 +93,9 @@ class ExtentMap:
         on_mapped: MappingHook | None = None,
         on_revoked: MappingHook | None = None,
         on_lost: Callable[[], None] | None = None,
+        device: Importer | None = None,
     ) -> None:
+        self._device = device
         self._timeout_s = timeout_s
         self._on_mapped = on_mapped
         self._on_revoked = on_revoked
@@ -114,6 +121,8 @@ class ExtentMap:
         """Extents asked for, one entry a packet, in the order in which the daemon answers."""
         self._signal = Signal()
         join = pb.Join(session=session, shard=shard, pins_memory=pins_memory, numa_node=numa_node)
+        if device is not None:
+            join.device = device.uuid
         self._socket, joined = DescriptorSocket.join(os.fspath(descriptor_socket), join, timeout_s)
         self.boot_epoch: int = joined.boot_epoch
         self.slot_bytes: tuple[int, ...] = tuple(joined.slot_bytes)
@@ -134,8 +143,10 @@ class ExtentMap:
         with self._lock:
             return frozenset(self._mapped)
 
-    def view(self, slot: int, length: int | None = None) -> memoryview:
+    def view(self, slot: int, length: int | None = None) -> Any:
         """The first ``length`` bytes of a slot (all when None), mapped when it is the first of its extent.
+
+        A memoryview, or of GPU memory a :class:`~kvtierd.cuda.DeviceView`.
 
         Raises:
             DaemonUnavailableError: the connection is gone, or the daemon does not answer in time.
@@ -249,6 +260,8 @@ class ExtentMap:
             elif kind == "revoked":
                 for extent_id in packet.message.revoked.extents:
                     self._revoke(extent_id)
+            elif kind == "device_probe":
+                self._send(pb.DescriptorRequest(device_proof=prove(self._device, packet.message.device_probe)))
             elif kind == "error":
                 error = refusal(packet.message.error)
                 self._last_word = f"the daemon refused this process: {error.message}"
@@ -263,13 +276,18 @@ class ExtentMap:
             extent_id: RequestError(Reason.NOT_FOUND, f"extent {extent_id} is gone, or is not this process's to map")
             for extent_id in asked
         }
-        whole = len(fds) == len(answer.extents)
-        for index, info in enumerate(answer.extents):
+        whole = len(fds) == sum(not info.device_handle for info in answer.extents)
+        own = iter(fds)
+        for info in answer.extents:
             try:
+                if info.device_handle:
+                    gone = partial(self._memory_gone, info.id)
+                    outcomes[info.id] = _Extent(open_extent(self._device, info, gone), info.slot_bytes, info.shard)
+                    continue
                 if not whole:
                     self._memory_gone(info.id)
                     raise RequestError(Reason.LIMIT, "this process has no descriptors left; raise its limit of open files")
-                outcomes[info.id] = self._adopt(info, fds[index])
+                outcomes[info.id] = self._adopt(info, next(own))
             except RequestError as e:
                 outcomes[info.id] = e
         self._settle(outcomes)
@@ -327,7 +345,7 @@ class ExtentMap:
             self._stuck.append(extent)  # a device may still use it: it stays mapped, and counts with the daemon
 
     def _unregister(self, extent_id: int, extent: _Extent) -> bool:
-        if self._on_revoked is not None:
+        if self._on_revoked is not None and isinstance(extent.mapping, SharedMapping):
             try:
                 self._on_revoked(extent_id, extent.mapping)
             except Exception:
@@ -344,13 +362,16 @@ class ExtentMap:
         while self._unmapped:
             gone = [self._unmapped.popleft() for _ in range(min(len(self._unmapped), MAX_CONFIRMED_PER_PACKET))]
             self._lingering.difference_update(gone)
-            request = pb.DescriptorRequest(unmapped=pb.ExtentsUnmapped(extents=gone))
             try:
-                with self._send_lock:
-                    self._socket.send(request, time.monotonic() + CONFIRM_TIMEOUT_S)
+                self._send(pb.DescriptorRequest(unmapped=pb.ExtentsUnmapped(extents=gone)))
             except DaemonUnavailableError:
                 self._unmapped.extendleft(reversed(gone))
                 return
+
+    def _send(self, request: pb.DescriptorRequest) -> None:
+        """From the reader. Raises DaemonUnavailableError when the daemon does not read in time."""
+        with self._send_lock:
+            self._socket.send(request, time.monotonic() + CONFIRM_TIMEOUT_S)
 
     # ---- end
 

@@ -49,15 +49,19 @@ class LoadCall:
         deadline: what is not ready by then is a miss.
         each: load every key that is held instead of stopping at the first miss.
         tenant: to act for; empty means the session's own.
+        device: take slots in GPU memory too, where processes of the session have opened that.
     """
 
-    def __init__(self, session: Session, packed: bytes, deadline: Deadline, *, each: bool, tenant: str = "") -> None:
+    def __init__(
+        self, session: Session, packed: bytes, deadline: Deadline, *, each: bool, tenant: str = "", device: bool = False
+    ) -> None:
         message = pb.AttachRequest()
         request = message.call.load
         request.keys = packed
         request.tenant = tenant
         request.deadline_ms = session.daemon_ms(deadline.remaining_s)
         request.each = each
+        request.device = device
         self._stream = session.stream
         self._pending: PendingCall = session.stream.begin(message, "load")
         self._ticket = 0
@@ -384,7 +388,7 @@ class Fetch:
         self.close()
 
 
-def fetch(session: Session, packed: bytes, deadline: Deadline, *, each: bool, tenant: str = "") -> Fetch:
+def fetch(session: Session, packed: bytes, deadline: Deadline, *, each: bool, tenant: str = "", device: bool = False) -> Fetch:
     """Begin to load. The caller has entered the session; the fetch leaves it.
 
     Raises:
@@ -393,4 +397,4 @@ def fetch(session: Session, packed: bytes, deadline: Deadline, *, each: bool, te
     count = count_keys(packed)
     if count > session.max_keys:
         raise RequestError(Reason.TOO_MANY_KEYS, f"{count} keys in one fetch; at most {session.max_keys}: split it")
-    return Fetch(session, LoadCall(session, packed, deadline, each=each, tenant=tenant), deadline)
+    return Fetch(session, LoadCall(session, packed, deadline, each=each, tenant=tenant, device=device), deadline)

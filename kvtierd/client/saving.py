@@ -373,6 +373,7 @@ class Portion:
 
     before: bytes = b""
     matched: int | None = None
+    device: bool = False
 
     def __post_init__(self) -> None:
         count_keys(self.before)
@@ -402,6 +403,7 @@ def reserve(
     message.call.save.before = portion.before
     if portion.matched is not None:
         message.call.save.matched = portion.matched
+    message.call.save.device = portion.device
     if wait_s > 0:
         message.call.save.wait_ms = session.daemon_ms(min(wait_s, deadline.remaining_s))
     return Reservation(session, count, session.stream.begin(message, "save").result(deadline))

@@ -91,9 +91,9 @@ class Saves:
                 refused = LIMIT
             if not refused:
                 fresh.wanted(key)
-                tier, taken = Tier.HBM, device.take(now)
-                if not taken:
-                    tier, taken = Tier.CPU, self._space.allocate(now, Tier.CPU, realm)
+                in_device = device.take(now)
+                tier = Tier.HBM if in_device else Tier.CPU
+                taken = in_device or self._space.allocate(now, Tier.CPU, realm)
                 if isinstance(taken, Reason):
                     refused = _REFUSED[taken]
                 else:

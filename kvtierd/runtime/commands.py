@@ -18,8 +18,9 @@ from kvtierd.runtime.background import Background
 from kvtierd.runtime.sessions import Sessions
 from kvtierd.runtime.waiting import Waiters
 from kvtierd.runtime.wallclock import WallClock
-from kvtierd.tiers.base import BlockIo
+from kvtierd.tiers.base import BlockIo, BlockStore
 from kvtierd.tiers.cpu import CpuPool
+from kvtierd.tiers.hbm import HbmPool
 from kvtierd.tiers.nvme import NvmeStore
 from kvtierd.transfer.executor import Executor, MoveReport
 
@@ -48,20 +49,27 @@ class CommandRunner:
         sessions: know the NUMA nodes of processes.
         waiters: are woken.
         background: keeps extents on their way out.
+        hbm: where HBM extents are made; None for no such tier.
     """
 
     def __init__(
         self, core: TierCore, clock: WallClock, cpu: CpuPool, nvme: NvmeStore | None, depth: int, sessions: Sessions,
-        waiters: Waiters, background: Background,
+        waiters: Waiters, background: Background, hbm: HbmPool | None = None,
     ) -> None:  # fmt: skip
         self._core = core
         self._clock = clock
         self._cpu = cpu
         self._nvme = nvme
+        self._hbm = hbm
         self._sessions = sessions
         self._waiters = waiters
         self._background = background
-        self.executor = Executor(cpu, {Tier.NVME: nvme} if nvme else {}, depth, self._moved, clock.on_wall)
+        stores: dict[Tier, BlockStore] = {}
+        if hbm is not None:
+            stores[Tier.HBM] = hbm
+        if nvme is not None:
+            stores[Tier.NVME] = nvme
+        self.executor = Executor(cpu, stores, depth, self._moved, clock.on_wall)
         self.revoker: Revoker | None = None
         self.on_moves: Callable[[MoveReport], None] = lambda _report: None
         self.on_changes: Callable[[list[Change]], None] = lambda _changes: None
@@ -145,6 +153,9 @@ class CommandRunner:
             if command.tier is Tier.CPU:
                 node = self._sessions.node_of(command.realm_id, command.shard)
                 self._cpu.create(command.extent_id, command.slot_bytes, command.slot_count, node)
+            elif command.tier is Tier.HBM:
+                assert self._hbm is not None
+                self._hbm.create(command.extent_id, command.place, command.slot_bytes, command.slot_count)
             else:
                 assert self._nvme is not None
                 self._nvme.add_extent(command.extent_id, command.slot_bytes, command.slot_count)
@@ -157,10 +168,12 @@ class CommandRunner:
             if self._nvme.has_extent(command.extent_id):
                 self._nvme.drop_extent(command.extent_id)
             self._core.extent_released(self._clock.now(), Tier.NVME, command.extent_id)
-        elif self._cpu.has_extent(command.extent_id):
+        elif command.tier is Tier.HBM and self._hbm is not None and self._hbm.has_extent(command.extent_id):
+            self._revoke(command.extent_id)  # freed once nobody has it open
+        elif command.tier is Tier.CPU and self._cpu.has_extent(command.extent_id):
             self._background.start(self._retire_cpu(command.extent_id))
         else:
-            self._core.extent_released(self._clock.now(), Tier.CPU, command.extent_id)  # it could not be made
+            self._core.extent_released(self._clock.now(), command.tier, command.extent_id)  # it could not be made
 
     async def _retire_cpu(self, extent_id: int) -> None:
         """Give an extent's memory back; it counts until no client can map it any more."""
@@ -173,13 +186,33 @@ class CommandRunner:
                 if self._closing:
                     return
                 await asyncio.sleep(RETRY_S)
+        self._revoke(extent_id)
+
+    def _revoke(self, extent_id: int) -> None:
         if self.revoker is None:
             self.extent_released(extent_id)
         else:
             self.revoker.revoke([extent_id])
 
+    async def _free_device(self, hbm: HbmPool, extent_id: int) -> None:
+        """Free GPU memory that no process has open any more; until then it counts."""
+        while hbm.has_extent(extent_id):
+            try:
+                await asyncio.to_thread(hbm.free, extent_id)  # waits for what goes on there
+            except Exception:
+                self._core.state.counts.failed_commands[RetireExtent.__name__] += 1
+                log.exception("extent %d cannot be given back yet", extent_id)
+                if self._closing:
+                    return
+                await asyncio.sleep(RETRY_S)
+        self._core.extent_released(self._clock.now(), Tier.HBM, extent_id)
+        self.apply()
+
     def extent_released(self, extent_id: int) -> None:
-        """No process holds a retired CPU extent any more."""
+        """No process holds a retired extent any more."""
+        if self._hbm is not None and self._hbm.has_extent(extent_id):
+            self._background.start(self._free_device(self._hbm, extent_id))
+            return
         self._cpu.released(extent_id)
         self._core.extent_released(self._clock.now(), Tier.CPU, extent_id)
         self.apply()

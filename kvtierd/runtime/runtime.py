@@ -24,6 +24,7 @@ from kvtierd.model import DEFAULT_TENANT, Namespace, Tier
 from kvtierd.runtime import decisions
 from kvtierd.runtime.background import Background
 from kvtierd.runtime.commands import CommandRunner
+from kvtierd.runtime.devices import Devices
 from kvtierd.runtime.kept import extents_in_use, keep, take_over
 from kvtierd.runtime.restart import BudgetKeeper, recover, snapshot_chunks
 from kvtierd.runtime.reuse import ReuseSampler
@@ -36,6 +37,7 @@ from kvtierd.runtime.wallclock import WallClock
 from kvtierd.tenant_config import is_tenant_name
 from kvtierd.tiers.base import RealmInfo
 from kvtierd.tiers.cpu import CpuPool
+from kvtierd.tiers.hbm import HbmPool
 from kvtierd.tiers.keeper import Keeper
 from kvtierd.tiers.nvme import NvmeStore
 from kvtierd.tiers.tenants_file import SavedTenants
@@ -67,6 +69,8 @@ class Runtime:
         """Extents that sessions had in use when the end came."""
         self.cpu = CpuPool(config.cpu, self.keeper.make if self.keeper else None)
         self.nvme: NvmeStore | None = None
+        self.hbm: HbmPool | None = None
+        self.devices: Devices | None = None
         self._budget: BudgetKeeper | None = None
         self.on_checkpoint: Callable[[bool], None] = lambda _ok: None
         self.tenants = TenantBook({}, (0, 0, 0))
@@ -88,10 +92,13 @@ class Runtime:
     # ---- start and stop
 
     async def start(self) -> None:
-        """Open the NVMe tier, recover its blocks and begin to serve. Raises StartupError."""
+        """Find the GPUs, open the NVMe tier, recover its blocks and begin to serve. Raises StartupError."""
+        if self.config.hbm.capacity:
+            self.hbm = await asyncio.to_thread(HbmPool.find, self.config.hbm)
         if self.config.nvme.capacity:
             self.nvme = await asyncio.to_thread(NvmeStore.open, self.config.nvme, clock=self.now)
-        sizes = core_config(self.config, self.nvme.capacity_bytes if self.nvme else 0)
+        gpus = len(self.hbm.devices) if self.hbm else 0
+        sizes = core_config(self.config, self.nvme.capacity_bytes if self.nvme else 0, gpus)
         try:
             self.tenants = TenantBook(self.config.tenants, sizes.capacity_bytes)
         except ValueError as e:
@@ -106,8 +113,10 @@ class Runtime:
             self._budget = BudgetKeeper(self.core.state.admission, self.nvme, self.wall, saved)
         depth = self.config.nvme.depth * max(len(self.config.nvme.folders), 1)
         self.runner = CommandRunner(
-            self.core, self.wall, self.cpu, self.nvme, depth, self.sessions, self._waiters, self._background
+            self.core, self.wall, self.cpu, self.nvme, depth, self.sessions, self._waiters, self._background, self.hbm
         )
+        if self.hbm is not None:
+            self.devices = Devices(self.hbm, self.sessions, self.core, self._background, self.now, self.apply)
         if self.keeper is not None:
             await take_over(self.core, self.cpu, self.keeper, self.wall, self.realm)
         self.cpu.start()
@@ -364,10 +373,20 @@ class Runtime:
         self.core.abort(self.now(), attached.core, ticket_id, indexes)
         self.apply()
 
-    def load(self, attached: Attached, realm: Realm, keys: list[bytes], deadline_s: float, *, each: bool) -> ReadTicket:
+    def load(
+        self,
+        attached: Attached,
+        realm: Realm,
+        keys: list[bytes],
+        deadline_s: float,
+        *,
+        each: bool,
+        devices: tuple[int, ...] = (),
+    ) -> ReadTicket:
         """Begin a load; ``deadline_s`` is a duration."""
         self.check_alive(attached)
-        ticket = self.core.load(self.now(), attached.core, realm, keys, self.now() + deadline_s, each=each)
+        until_s = self.now() + deadline_s
+        ticket = self.core.load(self.now(), attached.core, realm, keys, until_s, each=each, devices=devices)
         self.reuse.loaded(self.now(), realm, keys, ticket.found_on)
         return self._watched(attached, ticket, keys)
 

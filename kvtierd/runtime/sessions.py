@@ -48,6 +48,10 @@ class Attached:
     """Connections on the descriptor socket."""
     nodes: dict[int, int] = field(default_factory=dict)
     """NUMA node of each shard's process, as the last one that joined has said; -1 stands for all shards."""
+    devices: tuple[int, ...] = ()
+    """The GPU of each shard, by its place in the HBM tier, whose memory its processes have opened; () for none."""
+    no_device: str = ""
+    """Why it is given no GPU memory although a process of it has named its GPU."""
     on_event: Callable[[str], None] | None = None
     """Sends an event's text down the Attach stream."""
     grant: Grant | None = None

@@ -64,7 +64,7 @@ class AdminServicer(admin_pb2_grpc.KvTierAdminServiceServicer):
         rt = self._rt
         now = rt.now()
         shot = rt.core.snapshot(now)
-        paths = {Tier.CPU: rt.cpu.path, Tier.NVME: rt.nvme.path if rt.nvme else ""}
+        paths = {Tier.HBM: rt.hbm.path if rt.hbm else "", Tier.CPU: rt.cpu.path, Tier.NVME: rt.nvme.path if rt.nvme else ""}
         return pb.GetStatusResponse(
             boot_epoch=rt.boot_epoch,
             version=__version__,
@@ -111,6 +111,8 @@ class AdminServicer(admin_pb2_grpc.KvTierAdminServiceServicer):
                     ticket_bytes=s.core.ticket_bytes,
                     age_s=now - s.attached_s,
                     pid=s.pid,
+                    devices=rt.devices.names(s) if rt.devices else "",
+                    no_device=s.no_device,
                 )
                 for s in itertools.islice(rt.sessions, MAX_PAGE)
             ],

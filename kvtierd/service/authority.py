@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 
 from kvtierd.core.slots import Extent
+from kvtierd.cuda import CudaError
 from kvtierd.errors import Reason, RequestError
-from kvtierd.model import KEY_BYTES, MAX_KEYS_PER_CALL, Tier
+from kvtierd.model import FIRST_DEVICE_EXTENT, KEY_BYTES, MAX_KEYS_PER_CALL, Tier
 from kvtierd.runtime import Runtime
 from kvtierd.runtime.sessions import MAX_PROCESSES, Attached
 from kvtierd.service.fdconnection import ExtentInfo, JoinGrant
@@ -40,10 +41,38 @@ class RuntimeAuthority:
     def may_map(self, session_id: int, extent_id: int, shard: int) -> ExtentInfo | None:
         """An extent of one of the session's realms, of the process's shard."""
         attached = self._rt.sessions.by_id(session_id)
-        extent = self._rt.core.state.pools[Tier.CPU].extents.get(extent_id)
+        tier = Tier.HBM if extent_id >= FIRST_DEVICE_EXTENT else Tier.CPU
+        extent = self._rt.core.state.pools[tier].extents.get(extent_id)
         if attached is None or attached.barred or extent is None or not self._may_map(attached, extent, shard):
             return None
+        if tier is Tier.HBM:
+            return self._device_extent(extent)
         return ExtentInfo(extent.size_bytes, extent.slot_bytes, extent.group.shard, self._rt.cpu.fd(extent_id))
+
+    def _device_extent(self, extent: Extent) -> ExtentInfo | None:
+        hbm = self._rt.hbm
+        if hbm is None or not hbm.has_extent(extent.extent_id):
+            return None
+        try:
+            handle = hbm.export(extent.extent_id)
+        except CudaError as e:
+            log.error("extent %d of GPU memory cannot be exported: %s", extent.extent_id, e)
+            return None
+        return ExtentInfo(extent.size_bytes, extent.slot_bytes, extent.group.shard, -1, handle)
+
+    def device_joined(self, session_id: int, conn_id: int, shard: int, uuid: str) -> None:
+        """A process has named its GPU: without an HBM tier that does not matter."""
+        attached = self._rt.sessions.by_id(session_id)
+        if attached is not None and self._rt.devices is not None:
+            self._rt.devices.joined(attached, conn_id, shard, uuid)
+
+    def device_proved(self, session_id: int, conn_id: int, content: bytes, error: str) -> None:
+        """A process tells what it has read of a GPU's memory."""
+        attached = self._rt.sessions.by_id(session_id)
+        if attached is None:
+            raise RequestError(Reason.UNKNOWN_SESSION, "the session has ended; attach again")
+        if self._rt.devices is not None:
+            self._rt.devices.proved(attached, conn_id, content, error)
 
     def probe(self, session_id: int, tenant: str, key: bytes, count: int) -> bool:
         """Whether a load would find its first block."""
@@ -78,6 +107,8 @@ class RuntimeAuthority:
         attached = self._rt.sessions.by_id(session_id)
         if attached is not None:
             attached.processes.discard(conn_id)
+            if self._rt.devices is not None:
+                self._rt.devices.gone(attached, conn_id)
             self._rt.end_if_over(attached)
 
     def extent_released(self, extent_id: int) -> None:

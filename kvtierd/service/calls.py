@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import replace
 from typing import Final
 
 from kvtierd.core.block import Block
@@ -13,6 +14,7 @@ from kvtierd.core.saves import HELD, OUTCOME_NAMES, WHOLE, Request
 from kvtierd.core.tickets import ReadTicket
 from kvtierd.errors import Reason, RequestError
 from kvtierd.model import MAX_KEYS_PER_CALL, MAX_TTL_S, Tier, count_keys, split_keys
+from kvtierd.model import in_device as is_in_device
 from kvtierd.runtime import Attached, Runtime, decisions
 from kvtierd.service.admission import Admission
 from kvtierd.service.door import caller
@@ -123,6 +125,8 @@ class Calls:
         keys = split_keys(request.keys)
         self._check_name(attached, request.request_id)
         whole = portion_of(request, len(keys))
+        if request.device and attached.devices:
+            whole = replace(whole, devices=attached.devices)
         grant = await self._rt.save(attached, realm, keys, self._seconds(request.wait_ms), checked_ttl(request.ttl_ms), whole)
         self._give_name(attached, request.request_id, grant.ticket_id)
         for outcome in grant.outcomes:
@@ -138,7 +142,9 @@ class Calls:
     def commit(self, attached: Attached, request: pb.CommitRequest) -> pb.CommitResponse:
         """See ``KvTierService.Commit``."""
         published = self._rt.commit(attached, request.ticket, request.indexes)
-        self.count_saved(published, "shm")
+        in_device = [block for block in published if block.hbm is not None]
+        self.count_saved(in_device, "cudaipc")
+        self.count_saved([block for block in published if block.hbm is None] if in_device else published, "shm")
         return pb.CommitResponse(boot_epoch=self._epoch, committed=len(published))
 
     def count_saved(self, published: list[Block], path: str) -> None:
@@ -163,8 +169,9 @@ class Calls:
         realm = await self.realm(attached, request.tenant)
         keys = split_keys(request.keys)
         name = request.request_id if isinstance(request, pb.LoadRequest) else ""
+        devices = attached.devices if isinstance(request, pb.LoadRequest) and request.device else ()
         self._check_name(attached, name)
-        ticket = self._rt.load(attached, realm, keys, self._seconds(request.deadline_ms), each=request.each)
+        ticket = self._rt.load(attached, realm, keys, self._seconds(request.deadline_ms), each=request.each, devices=devices)
         self._give_name(attached, name, ticket.ticket_id)
         self._spans.begin(ticket, traceparent)
         return ticket
@@ -188,7 +195,10 @@ class Calls:
         if done:
             self._spans.end(ticket)
         tenant = ticket.realm.tenant.name
-        self._metrics.loaded(tenant, len(indexes), len(indexes) * ticket.realm.namespace.block_bytes, "shm")
+        in_device = sum(map(is_in_device, slots)) // len(ticket.realm.slot_bytes) if ticket.devices else 0
+        for count, path in ((in_device, "cudaipc"), (len(indexes) - in_device, "shm")):
+            if count:
+                self._metrics.loaded(tenant, count, count * ticket.realm.namespace.block_bytes, path)
         return pb.LoadResponse(
             boot_epoch=self._epoch,
             ticket=0 if not ticket.entries else ticket.ticket_id,

@@ -30,7 +30,7 @@ KINDS: Final = {
     "part": "share, or number from 0 to 1",
 }
 TYPES: Final = {bool: "`true` or `false`", str: "text", Path: "path"}
-LISTS: Final = {Path: "list of paths", int: "list of names or numbers"}
+LISTS: Final = {Path: "list of paths", int: "list of names or numbers", str: "list of names or numbers"}
 HEAD: Final = """# Configuration
 
 `kvtierd serve --config FILE` reads one TOML file. A variable wins over the file and a flag over both: `cpu.capacity` is

@@ -35,12 +35,13 @@ class JoinGrant:
 
 @dataclass(frozen=True, slots=True)
 class ExtentInfo:
-    """An extent that a process may map; ``fd`` is passed on at once or duplicated."""
+    """An extent that a process may map; ``fd`` is passed on at once or duplicated. GPU memory has a handle in its place."""
 
     size_bytes: int
     slot_bytes: int
     shard: int
     fd: int
+    device_handle: bytes = b""
 
 
 class Authority(Protocol):
@@ -58,6 +59,12 @@ class Authority(Protocol):
         Raises:
             RequestError: the session has ended, or the key is none.
         """
+
+    def device_joined(self, session_id: int, conn_id: int, shard: int, uuid: str) -> None:
+        """A process that has just joined names its GPU. :meth:`DescriptorServer.probe_device` may follow."""
+
+    def device_proved(self, session_id: int, conn_id: int, content: bytes, error: str) -> None:
+        """What a process has read of GPU memory, or why it could not. Raises RequestError when the session has ended."""
 
     def unmapped(self, conn_id: int, extent_ids: list[int]) -> None:
         """A process says that it maps these no more."""

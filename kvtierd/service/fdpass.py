@@ -248,6 +248,7 @@ class DescriptorServer:
             "map": self._map,
             "unmapped": self._unmapped,
             "probe": self._probe,
+            "device_proof": self._device_proof,
         }
         if kind not in serve:
             raise RequestError(Reason.BAD_REQUEST, "the packet has no known message")
@@ -273,6 +274,8 @@ class DescriptorServer:
         self._timers.pop(connection.conn_id).cancel()
         joined = pb.Joined(boot_epoch=grant.boot_epoch, slot_bytes=grant.slot_bytes, extents=grant.extents[:MAX_EXTENTS_TOLD])
         self._send(connection, pb.DescriptorResponse(joined=joined))
+        if join.device:
+            self._authority.device_joined(grant.session_id, connection.conn_id, join.shard, join.device)
 
     def _map(self, connection: Connection, request: pb.DescriptorRequest) -> None:
         wanted = list(dict.fromkeys(request.map.extents))
@@ -288,8 +291,15 @@ class DescriptorServer:
             if info is None or extent_id in self._revoked or connection.shard not in (-1, info.shard):
                 answer.unknown.append(extent_id)
                 continue
-            answer.extents.add(id=extent_id, size_bytes=info.size_bytes, slot_bytes=info.slot_bytes, shard=info.shard)
-            fds.append(info.fd)
+            answer.extents.add(
+                id=extent_id,
+                size_bytes=info.size_bytes,
+                slot_bytes=info.slot_bytes,
+                shard=info.shard,
+                device_handle=info.device_handle,
+            )
+            if not info.device_handle:
+                fds.append(info.fd)
             connection.given.add(extent_id)
         self._send(connection, pb.DescriptorResponse(extents=answer), fds)
 
@@ -297,6 +307,17 @@ class DescriptorServer:
         probe = request.probe
         held = self._authority.probe(connection.session_id, probe.tenant, probe.key, probe.count)
         self._send(connection, pb.DescriptorResponse(probed=pb.Probed(id=probe.id, held=held)))
+
+    def probe_device(self, conn_id: int, handle: bytes, size_bytes: int) -> None:
+        """Have a process show that it can open GPU memory."""
+        connection = self._connections.get(conn_id)
+        if connection is not None:
+            probe = pb.DeviceProbe(handle=handle, size_bytes=size_bytes)
+            self._send(connection, pb.DescriptorResponse(device_probe=probe))
+
+    def _device_proof(self, connection: Connection, request: pb.DescriptorRequest) -> None:
+        proof = request.device_proof
+        self._authority.device_proved(connection.session_id, connection.conn_id, proof.content, proof.error)
 
     def _unmapped(self, connection: Connection, request: pb.DescriptorRequest) -> None:
         extent_ids = list(request.unmapped.extents)

@@ -8,7 +8,7 @@ from typing import Protocol
 from kvtierd.core.admission import REFUSALS
 from kvtierd.model import Tier
 from kvtierd.service.metric_cells import CounterVec, HistogramVec
-from kvtierd.service.metric_labels import COMMANDS, EVICTION_ALIASES, EVICTION_REASONS, MOVE_S, OTHER, TIERS
+from kvtierd.service.metric_labels import COMMANDS, EVICTION_ALIASES, EVICTION_REASONS, MOVE_S, NOT_IN_HBM, OTHER, TIERS
 
 __all__ = ["CoreCounts", "CoreSeries"]
 
@@ -31,6 +31,10 @@ class CoreCounts(Protocol):
     @property
     def not_admitted(self) -> Mapping[str, int]:
         """Blocks forgotten because NVMe did not take them, by why."""
+
+    @property
+    def not_in_hbm(self) -> Mapping[str, int]:
+        """Blocks that went to CPU memory although their engine can open that of its GPU, by why."""
 
     @property
     def failed_commands(self) -> Mapping[str, int]:
@@ -66,6 +70,8 @@ class CoreSeries:
         self.move_failures = counter("move_failures", "Blocks whose promotion or demotion failed.", *edge)
         self.move_seconds = histogram("move", "Time to move a batch of blocks between two tiers.", MOVE_S, *edge)
         refused = counter("nvme_not_admitted_blocks", "Blocks forgotten because they were not admitted to NVMe, by why.", "reason")
+        past = counter("hbm_refused_blocks", "Blocks that went to CPU memory although their engine can open GPU memory.", "reason")
+        self._not_in_hbm = {why: past.cell(why) for why in NOT_IN_HBM}
         failed = counter("failed_commands", "Decisions that could not be carried out: an extent without memory.", "command")
         self._not_admitted = {why: refused.cell(why) for why in (*REFUSALS, OTHER)}
         self._failed_commands = {name: failed.cell(name) for name in COMMANDS}
@@ -76,6 +82,8 @@ class CoreSeries:
         """Bring the series up to what the core has counted."""
         for name, n in counts.failed_commands.items():
             self._failed_commands[name if name in self._failed_commands else OTHER].value = n
+        for why, n in counts.not_in_hbm.items():
+            self._not_in_hbm[why if why in self._not_in_hbm else OTHER].value = n
         for why, n in counts.not_admitted.items():
             self._not_admitted[why if why in self._not_admitted else OTHER].value = n
         evictions: dict[tuple[Tier, str], int] = dict.fromkeys(self._evictions, 0)

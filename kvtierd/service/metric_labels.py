@@ -16,6 +16,7 @@ OTHER: Final = "other"
 TIERS: Final = tuple(tier.name.lower() for tier in Tier)
 TRANSFER_PATHS: Final = ("shm", "grpc", "cudaipc", OTHER)
 EVICTION_REASONS: Final = ("pressure", "ttl", "not_admitted", "expired", "quota", "request", "corrupt", "io", "capacity", OTHER)
+NOT_IN_HBM: Final = ("busy", "quota", "limit", "class", "other_gpu", "too_large", OTHER)
 QUEUE_CLASSES: Final = ("load", "prefetch", "demote", OTHER)
 PREFETCH_OUTCOMES: Final = ("ready", "partial", "miss", "expired", "cancelled", "rejected", OTHER)
 COMMANDS: Final = (*sorted(command.__name__ for command in get_args(Command)), OTHER)

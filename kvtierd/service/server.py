@@ -119,8 +119,11 @@ class Daemon:
             await descriptors.start()
             stack.push_async_callback(descriptors.close)
             self.runtime.runner.revoker = descriptors
+            if self.runtime.devices is not None:
+                self.runtime.devices.send_probe = descriptors.probe_device
             self.runtime.on_barred = descriptors.turn_away
             servicer = await self._start_grpc(stack)
+            self.metrics.io_path(Tier.HBM, self.runtime.hbm.path if self.runtime.hbm else "")
             self.metrics.io_path(Tier.CPU, self.runtime.cpu.path)
             self.metrics.io_path(Tier.NVME, self.runtime.nvme.path if self.runtime.nvme else "")
             if self.runtime.nvme is not None:
@@ -240,12 +243,13 @@ class Daemon:
         edge = f"moving blocks from {report.src_tier.name.lower()} to {report.dst_tier.name.lower()}"
         detail = f"{len(report.results)} blocks, {report.waited_s:.2f} s of it in the queue"
         self._slow.check(edge, report.took_s + report.waited_s, detail)
-        device = max(report.src_tier, report.dst_tier)
+        fills = report.dst_tier is Tier.CPU
+        device = report.src_tier if fills else report.dst_tier
         for _, result in report.results:
             if result.value == "corrupt":
                 metrics.checksum_failure()
             elif result.value != "ok":
-                metrics.io_error(device, "write" if report.dst_tier > report.src_tier else "read")
+                metrics.io_error(device, "read" if fills else "write")
 
 
 _SERVICES: Final = ((kvtier_pb2, "KvTierService"), (admin_pb2, "KvTierAdminService"))

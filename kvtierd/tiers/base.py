@@ -71,7 +71,7 @@ class Recovered:
 
 
 class BlockStore(Protocol):
-    """A store of blocks below CPU memory. ``write`` and ``read`` block and are called from worker threads."""
+    """A store of blocks beside CPU memory. ``write`` and ``read`` block and are called from worker threads."""
 
     def write(self, blocks: Sequence[BlockIo]) -> list[Result]:
         """Write blocks and make their existence durable against a crash of the process. One result a block."""

@@ -51,7 +51,7 @@ class MoveReport:
 
 
 class Executor:
-    """Moves blocks between CPU memory and the stores below it. Belongs to one event loop."""
+    """Moves blocks between CPU memory and the stores around it. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Executor:
 
         Args:
             memory: the CPU tier.
-            stores: the tiers below.
+            stores: the other tiers.
             depth: jobs in progress at one time; at least 2.
             report: called in the event loop once a job.
             on_wall: seconds since 1970 of a time of the core's clock; called from worker threads.
@@ -146,15 +146,16 @@ class Executor:
 
     def _run(self, job: StartMoves) -> tuple[list[Result], float, float]:
         began_s = time.monotonic()
-        down = job.dst_tier > job.src_tier
-        store = self._stores[job.dst_tier if down else job.src_tier]
-        blocks = [self._block_io(move, down=down) for move in job.moves]
-        results = store.write(blocks) if down else store.read(blocks)
+        fills = job.dst_tier is Tier.CPU
+        store = self._stores[job.src_tier if fills else job.dst_tier]
+        blocks = [self._block_io(move, fills=fills) for move in job.moves]
+        results = store.read(blocks) if fills else store.write(blocks)
         assert len(results) == len(blocks)
         return results, began_s, time.monotonic()
 
-    def _block_io(self, move: Move, *, down: bool) -> BlockIo:
-        outer, inner = (move.dst, move.src) if down else (move.src, move.dst)
+    def _block_io(self, move: Move, *, fills: bool) -> BlockIo:
+        """What a store needs; ``fills`` says that CPU memory is the target."""
+        outer, inner = (move.src, move.dst) if fills else (move.dst, move.src)
         block = outer.block
         sizes = block.realm.namespace.shard_bytes
         buffers = [self._memory.view(slot)[:size] for slot, size in zip(inner.all_slots(), sizes, strict=True)]

@@ -110,7 +110,7 @@ class TenantTier(_message.Message):
     def __init__(self, tier: _Optional[_Union[_kvtier_pb2.Tier, str]] = ..., quota_bytes: _Optional[int] = ..., reserve_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., evictions: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class SessionStatus(_message.Message):
-    __slots__ = ("id", "client_name", "tenant", "model", "fingerprint", "processes", "tickets", "ticket_bytes", "age_s", "pid")
+    __slots__ = ("id", "client_name", "tenant", "model", "fingerprint", "processes", "tickets", "ticket_bytes", "age_s", "pid", "devices", "no_device")
     ID_FIELD_NUMBER: _ClassVar[int]
     CLIENT_NAME_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
@@ -121,6 +121,8 @@ class SessionStatus(_message.Message):
     TICKET_BYTES_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
+    NO_DEVICE_FIELD_NUMBER: _ClassVar[int]
     id: str
     client_name: str
     tenant: str
@@ -131,7 +133,9 @@ class SessionStatus(_message.Message):
     ticket_bytes: int
     age_s: float
     pid: int
-    def __init__(self, id: _Optional[str] = ..., client_name: _Optional[str] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ..., processes: _Optional[int] = ..., tickets: _Optional[int] = ..., ticket_bytes: _Optional[int] = ..., age_s: _Optional[float] = ..., pid: _Optional[int] = ...) -> None: ...
+    devices: str
+    no_device: str
+    def __init__(self, id: _Optional[str] = ..., client_name: _Optional[str] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ..., processes: _Optional[int] = ..., tickets: _Optional[int] = ..., ticket_bytes: _Optional[int] = ..., age_s: _Optional[float] = ..., pid: _Optional[int] = ..., devices: _Optional[str] = ..., no_device: _Optional[str] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
     __slots__ = ("boot_epoch", "version", "uptime_s", "tiers", "tenants", "sessions", "counters", "blocks", "draining")

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvtierd/v1/fdpass.proto\x12\nkvtierd.v1\"\xbc\x01\n\x11\x44\x65scriptorRequest\x12 \n\x04join\x18\x01 \x01(\x0b\x32\x10.kvtierd.v1.JoinH\x00\x12%\n\x03map\x18\x02 \x01(\x0b\x32\x16.kvtierd.v1.MapExtentsH\x00\x12/\n\x08unmapped\x18\x03 \x01(\x0b\x32\x1b.kvtierd.v1.ExtentsUnmappedH\x00\x12\"\n\x05probe\x18\x04 \x01(\x0b\x32\x11.kvtierd.v1.ProbeH\x00\x42\t\n\x07message\"N\n\x04Join\x12\x0f\n\x07session\x18\x01 \x01(\x0c\x12\r\n\x05shard\x18\x02 \x01(\x05\x12\x13\n\x0bpins_memory\x18\x03 \x01(\x08\x12\x11\n\tnuma_node\x18\x04 \x01(\x05\"\x1d\n\nMapExtents\x12\x0f\n\x07\x65xtents\x18\x01 \x03(\r\"\"\n\x0f\x45xtentsUnmapped\x12\x0f\n\x07\x65xtents\x18\x01 \x03(\r\"?\n\x05Probe\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0b\n\x03key\x18\x03 \x01(\x0c\x12\r\n\x05\x63ount\x18\x04 \x01(\r\"\xf3\x01\n\x12\x44\x65scriptorResponse\x12$\n\x06joined\x18\x01 \x01(\x0b\x32\x12.kvtierd.v1.JoinedH\x00\x12\x30\n\x07\x65xtents\x18\x02 \x01(\x0b\x32\x1d.kvtierd.v1.ExtentDescriptorsH\x00\x12&\n\x07revoked\x18\x03 \x01(\x0b\x32\x13.kvtierd.v1.RevokedH\x00\x12,\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x1b.kvtierd.v1.DescriptorErrorH\x00\x12$\n\x06probed\x18\x05 \x01(\x0b\x32\x12.kvtierd.v1.ProbedH\x00\x42\t\n\x07message\"A\n\x06Joined\x12\x12\n\nboot_epoch\x18\x01 \x01(\x04\x12\x12\n\nslot_bytes\x18\x02 \x03(\x04\x12\x0f\n\x07\x65xtents\x18\x03 \x03(\r\"\"\n\x06Probed\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0c\n\x04held\x18\x02 \x01(\x08\"I\n\x11\x45xtentDescriptors\x12#\n\x07\x65xtents\x18\x01 \x03(\x0b\x32\x12.kvtierd.v1.Extent\x12\x0f\n\x07unknown\x18\x02 \x03(\r\"K\n\x06\x45xtent\x12\n\n\x02id\x18\x01 \x01(\r\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x12\n\nslot_bytes\x18\x03 \x01(\x04\x12\r\n\x05shard\x18\x04 \x01(\r\"\x1a\n\x07Revoked\x12\x0f\n\x07\x65xtents\x18\x01 \x03(\r\"2\n\x0f\x44\x65scriptorError\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvtierd/v1/fdpass.proto\x12\nkvtierd.v1\"\xed\x01\n\x11\x44\x65scriptorRequest\x12 \n\x04join\x18\x01 \x01(\x0b\x32\x10.kvtierd.v1.JoinH\x00\x12%\n\x03map\x18\x02 \x01(\x0b\x32\x16.kvtierd.v1.MapExtentsH\x00\x12/\n\x08unmapped\x18\x03 \x01(\x0b\x32\x1b.kvtierd.v1.ExtentsUnmappedH\x00\x12\"\n\x05probe\x18\x04 \x01(\x0b\x32\x11.kvtierd.v1.ProbeH\x00\x12/\n\x0c\x64\x65vice_proof\x18\x05 \x01(\x0b\x32\x17.kvtierd.v1.DeviceProofH\x00\x42\t\n\x07message\"^\n\x04Join\x12\x0f\n\x07session\x18\x01 \x01(\x0c\x12\r\n\x05shard\x18\x02 \x01(\x05\x12\x13\n\x0bpins_memory\x18\x03 \x01(\x08\x12\x11\n\tnuma_node\x18\x04 \x01(\x05\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\"-\n\x0b\x44\x65viceProof\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\x0c\x12\r\n\x05\x65rror\x18\x02 \x01(\t\"\x1d\n\nMapExtents\x12\x0f\n\x07\x65xtents\x18\x01 \x03(\r\"\"\n\x0f\x45xtentsUnmapped\x12\x0f\n\x07\x65xtents\x18\x01 \x03(\r\"?\n\x05Probe\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0b\n\x03key\x18\x03 \x01(\x0c\x12\r\n\x05\x63ount\x18\x04 \x01(\r\"\xa4\x02\n\x12\x44\x65scriptorResponse\x12$\n\x06joined\x18\x01 \x01(\x0b\x32\x12.kvtierd.v1.JoinedH\x00\x12\x30\n\x07\x65xtents\x18\x02 \x01(\x0b\x32\x1d.kvtierd.v1.ExtentDescriptorsH\x00\x12&\n\x07revoked\x18\x03 \x01(\x0b\x32\x13.kvtierd.v1.RevokedH\x00\x12,\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x1b.kvtierd.v1.DescriptorErrorH\x00\x12$\n\x06probed\x18\x05 \x01(\x0b\x32\x12.kvtierd.v1.ProbedH\x00\x12/\n\x0c\x64\x65vice_probe\x18\x06 \x01(\x0b\x32\x17.kvtierd.v1.DeviceProbeH\x00\x42\t\n\x07message\"A\n\x06Joined\x12\x12\n\nboot_epoch\x18\x01 \x01(\x04\x12\x12\n\nslot_bytes\x18\x02 \x03(\x04\x12\x0f\n\x07\x65xtents\x18\x03 \x03(\r\"1\n\x0b\x44\x65viceProbe\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12\x12\n\nsize_bytes\x18\x02 \x01(\r\"\"\n\x06Probed\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0c\n\x04held\x18\x02 \x01(\x08\"I\n\x11\x45xtentDescriptors\x12#\n\x07\x65xtents\x18\x01 \x03(\x0b\x32\x12.kvtierd.v1.Extent\x12\x0f\n\x07unknown\x18\x02 \x03(\r\"b\n\x06\x45xtent\x12\n\n\x02id\x18\x01 \x01(\r\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x12\n\nslot_bytes\x18\x03 \x01(\x04\x12\r\n\x05shard\x18\x04 \x01(\r\x12\x15\n\rdevice_handle\x18\x05 \x01(\x0c\"\x1a\n\x07Revoked\x12\x0f\n\x07\x65xtents\x18\x01 \x03(\r\"2\n\x0f\x44\x65scriptorError\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,27 +32,31 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvtierd.v1.fdpass_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DESCRIPTORREQUEST']._serialized_start=40
-  _globals['_DESCRIPTORREQUEST']._serialized_end=228
-  _globals['_JOIN']._serialized_start=230
-  _globals['_JOIN']._serialized_end=308
-  _globals['_MAPEXTENTS']._serialized_start=310
-  _globals['_MAPEXTENTS']._serialized_end=339
-  _globals['_EXTENTSUNMAPPED']._serialized_start=341
-  _globals['_EXTENTSUNMAPPED']._serialized_end=375
-  _globals['_PROBE']._serialized_start=377
-  _globals['_PROBE']._serialized_end=440
-  _globals['_DESCRIPTORRESPONSE']._serialized_start=443
-  _globals['_DESCRIPTORRESPONSE']._serialized_end=686
-  _globals['_JOINED']._serialized_start=688
-  _globals['_JOINED']._serialized_end=753
-  _globals['_PROBED']._serialized_start=755
-  _globals['_PROBED']._serialized_end=789
-  _globals['_EXTENTDESCRIPTORS']._serialized_start=791
-  _globals['_EXTENTDESCRIPTORS']._serialized_end=864
-  _globals['_EXTENT']._serialized_start=866
-  _globals['_EXTENT']._serialized_end=941
-  _globals['_REVOKED']._serialized_start=943
-  _globals['_REVOKED']._serialized_end=969
-  _globals['_DESCRIPTORERROR']._serialized_start=971
-  _globals['_DESCRIPTORERROR']._serialized_end=1021
+  _globals['_DESCRIPTORREQUEST']._serialized_end=277
+  _globals['_JOIN']._serialized_start=279
+  _globals['_JOIN']._serialized_end=373
+  _globals['_DEVICEPROOF']._serialized_start=375
+  _globals['_DEVICEPROOF']._serialized_end=420
+  _globals['_MAPEXTENTS']._serialized_start=422
+  _globals['_MAPEXTENTS']._serialized_end=451
+  _globals['_EXTENTSUNMAPPED']._serialized_start=453
+  _globals['_EXTENTSUNMAPPED']._serialized_end=487
+  _globals['_PROBE']._serialized_start=489
+  _globals['_PROBE']._serialized_end=552
+  _globals['_DESCRIPTORRESPONSE']._serialized_start=555
+  _globals['_DESCRIPTORRESPONSE']._serialized_end=847
+  _globals['_JOINED']._serialized_start=849
+  _globals['_JOINED']._serialized_end=914
+  _globals['_DEVICEPROBE']._serialized_start=916
+  _globals['_DEVICEPROBE']._serialized_end=965
+  _globals['_PROBED']._serialized_start=967
+  _globals['_PROBED']._serialized_end=1001
+  _globals['_EXTENTDESCRIPTORS']._serialized_start=1003
+  _globals['_EXTENTDESCRIPTORS']._serialized_end=1076
+  _globals['_EXTENT']._serialized_start=1078
+  _globals['_EXTENT']._serialized_end=1176
+  _globals['_REVOKED']._serialized_start=1178
+  _globals['_REVOKED']._serialized_end=1204
+  _globals['_DESCRIPTORERROR']._serialized_start=1206
+  _globals['_DESCRIPTORERROR']._serialized_end=1256
 # @@protoc_insertion_point(module_scope)

@@ -348,7 +348,7 @@ class CancelResponse(_message.Message):
     def __init__(self, boot_epoch: _Optional[int] = ...) -> None: ...
 
 class SaveRequest(_message.Message):
-    __slots__ = ("session", "keys", "tenant", "wait_ms", "request_id", "ttl_ms", "before", "matched")
+    __slots__ = ("session", "keys", "tenant", "wait_ms", "request_id", "ttl_ms", "before", "matched", "device")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
@@ -357,6 +357,7 @@ class SaveRequest(_message.Message):
     TTL_MS_FIELD_NUMBER: _ClassVar[int]
     BEFORE_FIELD_NUMBER: _ClassVar[int]
     MATCHED_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     keys: bytes
     tenant: str
@@ -365,7 +366,8 @@ class SaveRequest(_message.Message):
     ttl_ms: int
     before: bytes
     matched: int
-    def __init__(self, session: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., tenant: _Optional[str] = ..., wait_ms: _Optional[int] = ..., request_id: _Optional[str] = ..., ttl_ms: _Optional[int] = ..., before: _Optional[bytes] = ..., matched: _Optional[int] = ...) -> None: ...
+    device: bool
+    def __init__(self, session: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., tenant: _Optional[str] = ..., wait_ms: _Optional[int] = ..., request_id: _Optional[str] = ..., ttl_ms: _Optional[int] = ..., before: _Optional[bytes] = ..., matched: _Optional[int] = ..., device: bool = ...) -> None: ...
 
 class SaveResponse(_message.Message):
     __slots__ = ("boot_epoch", "ticket", "outcomes", "slots")
@@ -416,20 +418,22 @@ class AbortResponse(_message.Message):
     def __init__(self, boot_epoch: _Optional[int] = ...) -> None: ...
 
 class LoadRequest(_message.Message):
-    __slots__ = ("session", "keys", "tenant", "deadline_ms", "each", "request_id")
+    __slots__ = ("session", "keys", "tenant", "deadline_ms", "each", "request_id", "device")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     EACH_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     keys: bytes
     tenant: str
     deadline_ms: int
     each: bool
     request_id: str
-    def __init__(self, session: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., tenant: _Optional[str] = ..., deadline_ms: _Optional[int] = ..., each: bool = ..., request_id: _Optional[str] = ...) -> None: ...
+    device: bool
+    def __init__(self, session: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., tenant: _Optional[str] = ..., deadline_ms: _Optional[int] = ..., each: bool = ..., request_id: _Optional[str] = ..., device: bool = ...) -> None: ...
 
 class LoadResponse(_message.Message):
     __slots__ = ("boot_epoch", "ticket", "indexes", "slots", "tiers", "done", "reason")

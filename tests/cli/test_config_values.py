@@ -72,6 +72,7 @@ def test_no_ttl_is_spelled_never(key: str) -> None:
         ("nvme.depth", 2.5, "whole number from 2 to 256"),
         ("server.max_ticket_share", 0, "above 0 up to 1"),
         ("tenants", {"a\nb": {}}, "printable"),
+        ("hbm.capacity", "1MiB", "below 2MiB"),
     ],
 )
 def test_a_refusal_says_what_is_allowed(key: str, value: object, part: str) -> None:

@@ -316,9 +316,7 @@ def test_metrics_address() -> None:
 def test_no_cuda_matters_only_for_the_hbm_tier() -> None:
     assert find_cuda("libno-such-library.so.1").library is False
     assert check_cuda(Config(), NO_CUDA).level is Level.OK
-    with_hbm = config()
-    with_hbm.hbm.capacity = 1 << 30  # this version refuses it when it reads a configuration
-    assert check_cuda(with_hbm, NO_CUDA).level is Level.ERROR
+    assert check_cuda(config(hbm={"capacity": "1GiB"}), NO_CUDA).level is Level.ERROR
     assert check_cuda(Config(), Cuda((), "cuInit answers error 999", library=True)).level is Level.WARN
     assert "2 x H200" in check_cuda(Config(), Cuda(("H200", "H200"), library=True)).found
 

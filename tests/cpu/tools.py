@@ -97,6 +97,12 @@ class Authority:
             return None
         return ExtentInfo(self.pool.size_bytes(extent_id), SLOT, owner[1], self.pool.fd(extent_id))
 
+    def device_joined(self, session_id: int, conn_id: int, shard: int, uuid: str) -> None:
+        raise AssertionError("no process here names a GPU")
+
+    def device_proved(self, session_id: int, conn_id: int, content: bytes, error: str) -> None:
+        raise AssertionError("no process was asked")
+
     def unmapped(self, conn_id: int, extent_ids: list[int]) -> None:
         self.unmappings.append((conn_id, extent_ids))
 

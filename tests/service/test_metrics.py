@@ -257,6 +257,7 @@ class Counts:
     moves: Counter[tuple[Tier, Tier, str]] = field(default_factory=Counter)
     move_bytes: Counter[tuple[Tier, Tier]] = field(default_factory=Counter)
     not_admitted: Counter[str] = field(default_factory=Counter)
+    not_in_hbm: Counter[str] = field(default_factory=Counter)
     failed_commands: Counter[str] = field(default_factory=Counter)
 
 
@@ -274,6 +275,7 @@ def test_totals_of_the_core_are_taken_over(metrics: Metrics) -> None:
         counts.move_bytes[Tier.CPU, Tier.NVME] += 30
         counts.evictions[Tier.CPU, "not_admitted"] += 1
         counts.not_admitted["budget"] += 1
+        counts.not_in_hbm["busy"] += 1
         counts.failed_commands["NewExtent"] += 5
         counts.failed_commands["Unheard"] += 6
         metrics.refresh()
@@ -283,6 +285,7 @@ def test_totals_of_the_core_are_taken_over(metrics: Metrics) -> None:
         assert value(metrics, "evictions_total", tier="nvme", reason="other") == 2 * round_
         assert value(metrics, "evictions_total", tier="cpu", reason="not_admitted") == round_
         assert value(metrics, "nvme_not_admitted_blocks_total", reason="budget") == round_
+        assert value(metrics, "hbm_refused_blocks_total", reason="busy") == round_
         assert value(metrics, "nvme_not_admitted_blocks_total", reason="no_room") == 0
         assert value(metrics, "moved_blocks_total", **edge) == 3 * round_
         assert value(metrics, "moved_bytes_total", **edge) == 30 * round_
