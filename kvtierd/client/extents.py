@@ -405,13 +405,16 @@ class ExtentMap:
             self._thread.join()
         with self._lock:
             extents, self._mapped = self._mapped, {}
-        for extent_id, extent in extents.items():
-            if os.getpid() == self._pid and not self._unregister(extent_id, extent):
-                self._stuck.append(extent)
-                continue
-            extent.mapping.release()
+        while extents:
+            self._give_back(*extents.popitem())  # nothing here refers to it any more when the connection ends
         # The connection ends last: until then the daemon counts this process as one that may be copying.
         self._socket.close()
+
+    def _give_back(self, extent_id: int, extent: _Extent) -> None:
+        if os.getpid() == self._pid and not self._unregister(extent_id, extent):
+            self._stuck.append(extent)
+        else:
+            extent.mapping.release()
 
 
 def _outcome(future: Future[_Extent | KvtierdError], until_s: float) -> _Extent:

@@ -2,7 +2,7 @@
 
 Method: a real daemon, a client as an engine's scheduler and processes' extent maps as its workers, over a stand-in for the CUDA
 driver whose memory is shared memory. What is freed while somebody has it open ends the daemon, new memory is full of rubbish, and
-memory that was freed reads as zeros.
+memory that was freed reads as zeros. Where there is a GPU, what needs no faults of its driver runs over that as well.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import pytest
 
 from kvtierd import cuda
 from kvtierd.client import Client, ExtentMap
-from kvtierd.cuda import Device
+from kvtierd.cuda import CudaError, Device, find_devices
 from kvtierd.model import Tier, in_device
-from kvtierd.testing.cuda import FakeGpus, bytes_at, write_at
+from kvtierd.testing.cuda import FakeGpus
 from kvtierd.testing.daemon import DaemonProcess
 
 MIB = 1 << 20
@@ -32,8 +32,27 @@ MakeDaemon = Callable[..., DaemonProcess]
 MakeClient = Callable[..., Client]
 
 
-@pytest.fixture
-def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpus]:
+class RealGpus:
+    """Those of this machine."""
+
+    def __init__(self) -> None:
+        try:
+            self.uuids = [device.uuid for device in find_devices()]
+        except CudaError as e:
+            pytest.skip(f"there is no GPU here: {e}")
+
+    def environment(self) -> dict[str, str]:
+        return {}
+
+    def fail(self, function: str) -> None:
+        pytest.skip(f"a real driver's {function} does not fail when it is told to")
+
+
+@pytest.fixture(params=["stand-in", pytest.param("real", marks=pytest.mark.gpu)])
+def gpus(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpus | RealGpus]:
+    if request.param == "real":
+        yield RealGpus()
+        return
     made = FakeGpus(tmp_path / "gpu", count=2, size_bytes=64 * MIB)
     for name, value in made.environment().items():
         if name != "LD_LIBRARY_PATH":
@@ -45,7 +64,7 @@ def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpus]:
 
 
 @pytest.fixture
-def make(gpus: FakeGpus, make_daemon: MakeDaemon) -> MakeDaemon:
+def make(gpus: FakeGpus | RealGpus, make_daemon: MakeDaemon) -> MakeDaemon:
     def made(start: bool = True, **config: dict[str, Any]) -> DaemonProcess:
         hbm = {"capacity": "16MiB", "extent": "4MiB", "ttl": "never"} | config.pop("hbm", {})
         daemon = make_daemon(start=False, hbm=hbm, **config)
@@ -58,12 +77,12 @@ def make(gpus: FakeGpus, make_daemon: MakeDaemon) -> MakeDaemon:
 class Engine:
     """One engine: its scheduler's client and one worker on a GPU."""
 
-    def __init__(self, daemon: DaemonProcess, client: Client, gpu: int | None = 0, shard: int = -1) -> None:
+    def __init__(self, daemon: DaemonProcess, client: Client, gpu: int = 0) -> None:
         self.daemon = daemon
         self.client = client
         self._own = {bytes(BLOCK)}
-        device = None if gpu is None else Device(gpu)
-        self.worker = ExtentMap(client.descriptor_socket, client.session_token, shard, device=device)
+        self.device = Device(gpu)
+        self.worker = ExtentMap(client.descriptor_socket, client.session_token, device=self.device)
 
     def ready(self) -> Engine:
         """Wait until it is given GPU memory."""
@@ -82,8 +101,8 @@ class Engine:
                 (slot,) = reservation.slots(index)
                 view = self.worker.view(slot, BLOCK)
                 if in_device(slot):
-                    assert bytes_at(view.address, BLOCK) in self._own, "nothing of others is there"
-                    write_at(view.address, content(number))
+                    assert self.device.read(view.address, BLOCK) in self._own, "nothing of others is there"
+                    self.device.write(view.address, content(number))
                 else:
                     view[:] = content(number)
                 places.append(in_device(slot))
@@ -99,7 +118,7 @@ class Engine:
             while (index := fetch.next_index()) is not None:
                 (slot,) = fetch.slots(index)
                 view = self.worker.view(slot, BLOCK)
-                got = bytes_at(view.address, BLOCK) if in_device(slot) else bytes(view)
+                got = self.device.read(view.address, BLOCK) if in_device(slot) else bytes(view)
                 assert got == content(numbers[index])
                 places.append(in_device(slot))
                 del view
@@ -111,6 +130,12 @@ class Engine:
     def close(self) -> None:
         self.worker.close()
         self.client.close()
+
+
+def need_two(gpus: FakeGpus | RealGpus) -> None:
+    """Skip where there is one only."""
+    if len(gpus.uuids) < 2:
+        pytest.skip("needs two GPUs")
 
 
 def key(number: int) -> bytes:
@@ -187,9 +212,11 @@ def test_memory_goes_from_one_tenant_to_another(make: MakeDaemon, make_client: M
 def test_engines_without_access_use_cpu_memory(
     make: MakeDaemon, make_client: MakeClient, gpus: FakeGpus, gpu: int, fault: str, words: str
 ) -> None:
-    daemon = make(hbm={"devices": [gpus.uuids[0]]})
     if fault:
         gpus.fail(fault)
+    else:
+        need_two(gpus)
+    daemon = make(hbm={"devices": [gpus.uuids[0]]})
     engine = Engine(daemon, make_client(daemon), gpu)
     wait_for(lambda: words in engine.status().no_device)
     assert not engine.status().devices
@@ -199,8 +226,9 @@ def test_engines_without_access_use_cpu_memory(
     engine.close()
 
 
-def test_an_engine_on_another_gpu_reads_copies(make: MakeDaemon, make_client: MakeClient) -> None:
+def test_an_engine_on_another_gpu_reads_copies(make: MakeDaemon, make_client: MakeClient, gpus: FakeGpus | RealGpus) -> None:
     """Goal: a namespace's blocks are on the GPU of the engine that was first; an engine on another one gets copies."""
+    need_two(gpus)
     daemon = make()
     first, second = (Engine(daemon, make_client(daemon), gpu).ready() for gpu in (0, 1))
     wait_for(lambda: all(s.devices for s in daemon.status().sessions))
@@ -215,17 +243,19 @@ def test_an_engine_on_another_gpu_reads_copies(make: MakeDaemon, make_client: Ma
     second.close()
 
 
-def test_shards_are_on_the_gpus_of_their_workers(make: MakeDaemon, make_client: MakeClient) -> None:
+def test_shards_are_on_the_gpus_of_their_workers(make: MakeDaemon, make_client: MakeClient, gpus: FakeGpus | RealGpus) -> None:
     """Goal: of two ranks each has its shards on its own GPU, and GPU memory is given only while both are there."""
+    need_two(gpus)
     daemon = make()
     client = make_client(daemon, BLOCK, BLOCK)
-    ranks = [ExtentMap(client.descriptor_socket, client.session_token, rank, device=Device(rank)) for rank in range(2)]
+    gpus_of = [Device(rank) for rank in range(2)]
+    ranks = [ExtentMap(client.descriptor_socket, client.session_token, rank, device=gpus_of[rank]) for rank in range(2)]
     wait_for(lambda: daemon.status().sessions[0].devices.count("GPU-") == 2)
     with client.reserve([key(1)], device=True) as reservation:
         slots = reservation.slots(0)
         assert all(map(in_device, slots))
         for rank, slot in enumerate(slots):
-            write_at(ranks[rank].view(slot).address, content(rank))
+            gpus_of[rank].write(ranks[rank].view(slot).address, content(rank))
         assert reservation.commit() == 1
     ranks[1].close()
     wait_for(lambda: not daemon.status().sessions[0].devices)
@@ -263,12 +293,13 @@ WORKER = """
 import sys, time
 from kvtierd.client import ExtentMap
 from kvtierd.cuda import Device
-from kvtierd.testing.cuda import write_at
-worker = ExtentMap(sys.argv[1], bytes.fromhex(sys.argv[2]), device=Device(0))
+device = Device(0)
+worker = ExtentMap(sys.argv[1], bytes.fromhex(sys.argv[2]), device=device)
 for line in sys.stdin:
     view = worker.view(int(line), 1 << 20)
-    write_at(view.address, b"half" * 1000)
     print("writing", flush=True)
+    while True:
+        device.write(view.address, b"half" * 100_000)
 """
 
 
@@ -302,7 +333,7 @@ def test_the_daemon_is_killed_in_a_copy(make: MakeDaemon, make_client: MakeClien
         assert fetch.next_index() == 0
         view = engine.worker.view(fetch.slots(0)[0], BLOCK)
         daemon.kill()
-        assert bytes_at(view.address, BLOCK) == content(1)
+        assert engine.device.read(view.address, BLOCK) == content(1)
         wait_for(lambda: not fetch.intact and engine.worker.closed)
         del view
     engine.worker.close()
@@ -318,7 +349,11 @@ def test_the_daemon_is_killed_in_a_copy(make: MakeDaemon, make_client: MakeClien
     ({"capacity": "1GiB"}, ["hbm.capacity", "67108864"]),
     ({"devices": ["GPU-none"]}, ["hbm.devices", "GPU-none", "0 (GPU-"]),
 ])  # fmt: skip
-def test_what_cannot_be_is_refused_at_the_start(make: MakeDaemon, hbm_config: dict[str, Any], words: list[str]) -> None:
+def test_what_cannot_be_is_refused_at_the_start(
+    make: MakeDaemon, gpus: FakeGpus | RealGpus, hbm_config: dict[str, Any], words: list[str]
+) -> None:
+    if isinstance(gpus, RealGpus):
+        pytest.skip("its size is not known")
     daemon = make(start=False, hbm=hbm_config)
     assert daemon.launch().wait(60) in (1, 2)
     daemon.process = None

@@ -17,9 +17,12 @@ import torch
 
 from kvtierd.connectors.vllm.layout import Region, WorkerLayout
 from kvtierd.connectors.vllm.layout_layer import ADVICE, UnsupportedLayoutError
+from kvtierd.cuda import Device, DeviceView
 from kvtierd.memory import SharedMapping
 
-Chunk = tuple[memoryview, Sequence[int]]
+View = memoryview | DeviceView
+"""A slot's bytes, in host memory or on the GPU."""
+Chunk = tuple[View, Sequence[int]]
 
 SKIP: Final = -1
 """In place of a block id: that part of the slot is neither written nor read."""
@@ -84,14 +87,20 @@ def stretches(block_ids: Sequence[int], num_blocks: int) -> Iterator[tuple[int, 
         place += count
 
 
-def check_slot(view: memoryview, block_ids: Sequence[int], block_bytes: int) -> None:
+def check_slot(view: View, block_ids: Sequence[int], block_bytes: int) -> None:
     """Raises ValueError when a slot's view is shorter than its blocks."""
     if view.nbytes < len(block_ids) * block_bytes:
         raise ValueError(f"a view of {view.nbytes} bytes does not hold {len(block_ids)} blocks of {block_bytes} bytes")
 
 
 class BlockCopier(abc.ABC):
-    """Copies between blocks and slots. At most one thread saves and one loads at a time; both may do so together."""
+    """Copies between blocks and slots. At most one thread saves and one loads at a time; both may do so together.
+
+    Attributes:
+        device: the GPU whose memory slots may be in too; None for host memory alone.
+    """
+
+    device: Device | None = None
 
     @abc.abstractmethod
     def fence(self) -> object | None:
@@ -168,8 +177,9 @@ class CpuBlockCopier(BlockCopier):
         """Let go of the engine's memory."""
         self._batches = [[] for _ in self._batches]
 
-    def _pairs(self, group: int, view: memoryview, block_ids: Sequence[int]) -> Iterator[tuple[Any, Any]]:
+    def _pairs(self, group: int, view: View, block_ids: Sequence[int]) -> Iterator[tuple[Any, Any]]:
         """Equal-shaped arrays (block, run, byte) over the slot and over the engine's memory; numpy checks their bounds."""
+        assert isinstance(view, memoryview), "without a GPU no slot is in the memory of one"
         block_bytes = self._block_bytes[group]
         check_slot(view, block_ids, block_bytes)
         for place, first, count in stretches(block_ids, self._num_blocks):

@@ -1,13 +1,15 @@
-"""Copies between a CUDA device's KV cache and slots.
+"""Copies between a CUDA device's KV cache and slots, in host memory or in the device's own.
 
 The runs of a block are scattered over device memory, and one DMA for each of them would be slow. So the device gathers the runs
 of many blocks into a slab of its own memory, in the order of a slot, and DMA takes them from there to their slots; loads go the
-other way. Several portions are queued ahead, for the thread that queues them shares the interpreter with a busy engine.
+other way. Slots on the device take the same way. Several portions are queued ahead, for the thread that queues them shares the
+interpreter with a busy engine.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,10 +17,11 @@ from typing import Any, Final
 
 import torch
 
-from kvtierd.connectors.vllm.copying import SKIP, BlockCopier, Chunk, check_slot
+from kvtierd.connectors.vllm.copying import SKIP, BlockCopier, Chunk, View, check_slot
 from kvtierd.connectors.vllm.gpu_memory import HostMemory, border
 from kvtierd.connectors.vllm.gpu_staging import DeviceBlocks, Lane, Transfer
 from kvtierd.connectors.vllm.layout import WorkerLayout
+from kvtierd.cuda import CudaError, Device, DeviceView
 from kvtierd.memory import SharedMapping
 
 SLAB_BYTES: Final = 32 << 20
@@ -28,6 +31,8 @@ MAX_QUEUED: Final = 8
 SAVE_PRIORITY: Final = 0
 LOAD_PRIORITY: Final = -1
 """Requests wait for loads, nobody waits for saves."""
+
+log = logging.getLogger("vllm.kvtierd")
 
 
 class CudaBlockCopier(BlockCopier):
@@ -45,6 +50,7 @@ class CudaBlockCopier(BlockCopier):
         self._saves = Lane(layout.device, self._slab_bytes, SAVE_PRIORITY, to_host=True)
         self._loads = Lane(layout.device, self._slab_bytes, LOAD_PRIORITY, to_host=False)
         self._memory = HostMemory(layout.device, self._loads.report_error)
+        self.device = _of_driver(layout.device)
 
     def fence(self) -> object | None:
         """An event behind everything on the stream that is current in this thread."""
@@ -113,7 +119,7 @@ class CudaBlockCopier(BlockCopier):
         for number, (view, block_ids) in enumerate(chunks):
             if cancelled():
                 break
-            address = ctypes.addressof(ctypes.c_char.from_buffer(view)) if view.nbytes else 0
+            address = _address(view)
             for place, count in _wanted(block_ids):
                 start, left = place, count
                 while left:
@@ -152,6 +158,22 @@ class _Portion:
             else:
                 self.transfers.append(Transfer(address, slab_offset, size))
             address, slab_offset, nbytes = address + size, slab_offset + size, nbytes - size
+
+
+def _address(view: View) -> int:
+    """Where a slot is: the driver tells host memory and GPU memory apart by their addresses."""
+    if isinstance(view, DeviceView):
+        return view.address
+    return ctypes.addressof(ctypes.c_char.from_buffer(view)) if view.nbytes else 0
+
+
+def _of_driver(device: torch.device) -> Device | None:
+    """A GPU as the driver has it; None where that cannot be used beside torch."""
+    try:
+        return Device(torch.cuda.current_device() if device.index is None else device.index)
+    except CudaError as e:
+        log.warning("kvtierd: slots in GPU memory cannot be used: %s", e)
+        return None
 
 
 def _wanted(block_ids: Sequence[int]) -> Iterator[tuple[int, int]]:

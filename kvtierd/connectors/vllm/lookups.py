@@ -1,7 +1,7 @@
-"""One request's question to the daemon: what is held, read into CPU memory and pinned, before anything is promised to vLLM.
+"""One request's question to the daemon: what is held, read into memory and pinned, before anything is promised to vLLM.
 
-A chunk counts as ready only when the daemon has given out its slots: then it is in CPU memory, verified, and pinned until the
-lookup is closed, so a promised load is nothing but a copy. Slots are gathered in the background, so that the engine's thread
+A chunk counts as ready only when the daemon has given out its slots: then it is in memory, verified, and pinned until the lookup is
+closed, so a promised load is nothing but a copy. Slots are gathered in the background, so that the engine's thread
 only takes them.
 """
 
@@ -191,7 +191,7 @@ class Lookup:
                 skip = [(g, ready.first - self.first_chunk + begin, size) for g, ready, begin, size in some]
                 packed = b"".join([b"".join(self._keys[g][a : a + size]) for g, a, size in skip])
                 fetch = self._clients[pool].fetch(
-                    packed, timeout_s=self._remaining_s(), each=self._plan.selective, tenant=self._tenant
+                    packed, timeout_s=self._remaining_s(), each=self._plan.selective, tenant=self._tenant, device=True
                 )
                 with self._lock:
                     self._fetches.append(fetch)

@@ -308,6 +308,7 @@ class Saves:
                     ttl_s=save.ttl_s,
                     before=b"".join(save.before),
                     matched=save.matched,
+                    device=True,
                 )
                 held = [key for key, outcome in zip(save.keys, reservation.outcomes, strict=True) if outcome == "HELD"]
         except (KvtierdError, ValueError) as e:

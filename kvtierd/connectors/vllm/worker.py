@@ -266,6 +266,8 @@ class WorkerSide:
             on_mapped=copier.on_mapped,
             on_revoked=copier.on_revoked,
             on_lost=on_lost,
+            # Ranks that read one shard are on several GPUs, and cannot all be sure to reach the memory of one.
+            device=None if session.replicated and self._tp_size > 1 else copier.device,
         )
 
     def _session(self, part: Part) -> Joined:
@@ -294,6 +296,8 @@ class WorkerSide:
         assert copier is not None
         joined = self._session(part)
         extents = joined.enter(self._connect, until_s)
+        views: list[Any] = []
+        chunks: list[Chunk] = []
         try:
             pp_size = int(self._config.parallel_config.pipeline_parallel_size)
             shards = pp_size if joined.session.replicated else pp_size * self._tp_size
@@ -301,16 +305,16 @@ class WorkerSide:
             joined.map(extents, mine, until_s)
             ids = part.block_ids.tolist()
             size, block_bytes = len(ids) // len(mine), layout.groups[part.group].block_bytes
-            views = [extents.view(slot, size * block_bytes) for slot in mine]
-            chunks: list[Chunk] = [(view, ids[n * size : (n + 1) * size]) for n, view in enumerate(views)]
+            views += [extents.view(slot, size * block_bytes) for slot in mine]
+            chunks += [(view, ids[n * size : (n + 1) * size]) for n, view in enumerate(views)]
             begun_s = time.monotonic()
             result = run(copier, chunks)
             seconds = time.monotonic() - begun_s
-            views.clear()
-            chunks.clear()  # lets go of slot memory, so that a revoked extent can be unmapped
             if extents.closed:
                 raise DaemonUnavailableError("the daemon went away during the copy")
         finally:
+            views.clear()
+            chunks.clear()  # lets go of slot memory, so that a revoked extent can be unmapped
             joined.leave()
         return result, int((part.block_ids >= 0).sum()) * block_bytes, seconds
 
@@ -405,8 +409,6 @@ def _deadline(job: LoadJob) -> float:
     return time.monotonic() + job.timeout_s
 
 
-def _load_chunks(
-    group: int, fence: object | None, cancelled: Callable[[], bool], copier: BlockCopier, chunks: list[tuple[memoryview, list[int]]]
-) -> bool:
+def _load_chunks(group: int, fence: object | None, cancelled: Callable[[], bool], copier: BlockCopier, chunks: list[Chunk]) -> bool:
     """Whether all of them were loaded."""
     return copier.load(group, chunks, fence, cancelled) == len(chunks)

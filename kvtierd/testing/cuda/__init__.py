@@ -5,7 +5,6 @@ Processes load it in the place of the driver, so that all of the code above it r
 
 from __future__ import annotations
 
-import ctypes
 import subprocess
 import uuid
 from pathlib import Path
@@ -55,16 +54,6 @@ class FakeGpus:
     def heal(self, function: str) -> None:
         """It works again."""
         (self._faults / function).unlink()
-
-
-def bytes_at(address: int, size_bytes: int) -> bytes:
-    """What is at an address of a GPU's memory."""
-    return ctypes.string_at(address, size_bytes)
-
-
-def write_at(address: int, data: bytes) -> None:
-    """Write as a kernel of this process would."""
-    ctypes.memmove(address, data, len(data))
 
 
 def _build(library: Path) -> None:
