@@ -149,7 +149,7 @@ class Demoter:
         turns = state.turns
         if turns.lower(tier) is None:
             return
-        target = 0 if state.draining else (1 - state.config.free_target) * state.config.capacity_bytes[tier]
+        target = 0 if state.draining else (1 - state.config.free_target) * state.pools[tier].opened_bytes
         for _ in range(MAX_STEPS_PER_TICK):
             left = state.dirty_bytes[tier] - state.refused_bytes[tier] - self._leaving_bytes[tier]
             if self.is_full or left <= target:

@@ -183,6 +183,11 @@ class SlotPool:
         """Bytes that no extent has taken where the extents of a group are."""
         return self._place_bytes - self._reserved_by_place[group.place]
 
+    @property
+    def opened_bytes(self) -> int:
+        """Capacity of the places that have any extent: of a GPU that no engine uses nothing has to be kept free."""
+        return self._place_bytes * sum(size > 0 for size in self._reserved_by_place)
+
     def take(self, group: Group) -> int:
         """Take a free slot of a group that has one. The caller sets the owner."""
         extent = next(iter(group.open.values()))

@@ -9,8 +9,9 @@ import pytest
 
 from kvtierd.core.order import ArcOrder, ghost_of
 from kvtierd.core.realm import Realm
+from kvtierd.core.saves import Request
 from kvtierd.core.tickets import GRANTED, Session
-from kvtierd.model import Tier
+from kvtierd.model import Tier, in_device
 from tests.core.shell import KIB, Shell, config, key_of
 from tests.core.test_load import keys
 
@@ -350,6 +351,35 @@ def test_saves_into_hbm_and_loads_from_there() -> None:
     shell.release(ticket)
     for first in range(0, 20, 4):
         assert shell.get(session, realm, keys(*range(first, first + 4))) == [0, 1, 2, 3]
+    shell.check()
+
+
+def test_each_gpu_has_its_own_capacity() -> None:
+    """Goal: of two GPUs the one that engines use is kept free by itself, and what does not fit there goes to CPU memory.
+
+    Method: a tier of two GPUs with room for 16 blocks each; one realm saves on one of them, another on the other.
+    """
+    shell = Shell(config(hbm=128 * KIB, devices=2, extent=16 * KIB, free_target=0.25, ttl_s=(None, None, None)), into_hbm=True)
+    realm, other = shell.realm(4096), shell.realm(4096, tenant="u")
+    session = shell.attach(realm)
+    for number in range(12):
+        assert shell.put(session, realm, keys(number)).outcomes == [GRANTED]
+    assert not shell.moves
+    shell.put(session, realm, keys(12))
+    assert len(shell.moves) == 1, "a quarter of it is kept free"
+    for number in range(13, 20):
+        assert shell.put(session, realm, keys(number)).outcomes == [GRANTED]
+    assert [n for n in range(20) if "h" not in shell.tiers(realm, key_of(n))] == [16, 17, 18, 19]
+    assert shell.core.state.counts.not_in_hbm["busy"] == 4
+    request = Request(devices=(1,))
+    grant = shell.core.save(shell.now, session, other, keys(1), request=request)
+    assert in_device(grant.slots[0]), "the other one is empty"
+    shell.core.abort(shell.now, session, grant.ticket_id)
+    shell.run()
+    shell.core.leave_devices(shell.now, realm)
+    shell.run()
+    shell.finish_all()
+    assert "h" not in "".join(shell.tiers(realm, key_of(n)) for n in range(20)) and len(held(shell, realm, *range(20))) == 20
     shell.check()
 
 
