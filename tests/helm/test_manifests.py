@@ -87,11 +87,11 @@ def test_the_gpu_variant_differs_by_the_gpu_alone() -> None:
     plain, variant = pod_of(read("sidecar")), pod_of(read("sidecar-gpu"))
     assert variant.pop("runtimeClassName") == "nvidia"
     daemon = next(c for c in variant["initContainers"] if c["name"] == "kvtierd")
-    assert daemon["image"].endswith("-cuda12")
-    daemon["image"] = daemon["image"].removesuffix("-cuda12")
     visible = [e for e in daemon["env"] if e["name"].startswith("NVIDIA_")]
     assert {e["name"] for e in visible} == {"NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES"}
     daemon["env"] = [e for e in daemon["env"] if e not in visible]
+    engine = next(c for c in variant["containers"] if c["name"] == "vllm")
+    engine["args"].remove("--gpu-memory-utilization=0.82")  # leaves the HBM tier its room
     assert variant == plain
 
 
