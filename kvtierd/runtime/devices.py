@@ -32,6 +32,8 @@ class Claim:
     shard: int
     """Shard that it copies; -1 for all."""
     place: int
+    secret: bytes = b""
+    """What it has to find, from the offer on until it has answered."""
     proved: bool = False
 
 
@@ -71,7 +73,7 @@ class Devices:
         """A process has joined and named its GPU: have it show that it can open the memory there."""
         place = self._hbm.place_of(uuid)
         if place is None:
-            self._refused(attached, f"{uuid[:64]} has no pool (hbm.devices)")
+            self._refused(attached, f"{uuid[:MAX_REASON_CHARS]} has no pool (hbm.devices)")
             self._claims.setdefault(attached.session_id, {})[conn_id] = Claim(shard, -1)
             return
         self._claims.setdefault(attached.session_id, {})[conn_id] = Claim(shard, place)
@@ -83,16 +85,18 @@ class Devices:
         except CudaError as e:
             self._refused(attached, f"the daemon cannot use the GPU: {e}")
             return
-        if conn_id in self._claims.get(attached.session_id, {}):
+        claim = self._claims.get(attached.session_id, {}).get(conn_id)
+        if claim is not None:
+            claim.secret = secret
             self.send_probe(conn_id, handle, len(secret))
 
     def proved(self, attached: Attached, conn_id: int, content: bytes, error: str) -> None:
         """A process tells what it has read, or why it could not."""
         claim = self._claims.get(attached.session_id, {}).get(conn_id)
-        if claim is None or claim.place < 0:
-            return
-        secret, _ = self._hbm.probe(claim.place)  # it was made before the process was asked
-        claim.proved = hmac.compare_digest(content, secret)
+        if claim is None or not claim.secret:
+            return  # nobody has asked
+        claim.proved = hmac.compare_digest(content, claim.secret)
+        claim.secret = b""
         if not claim.proved:
             self._refused(attached, error[:MAX_REASON_CHARS] or "the process has read other bytes than the daemon has written")
         self._review(attached)
@@ -105,6 +109,7 @@ class Devices:
             self._claims.pop(attached.session_id, None)
 
     def _refused(self, attached: Attached, why: str) -> None:
+        why = " ".join(why.split())  # a client may have written it
         attached.no_device = why
         log.warning("session %d is given no GPU memory, its blocks go to CPU memory: %s", attached.session_id, why)
 
