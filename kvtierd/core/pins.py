@@ -40,7 +40,9 @@ class Pins:
         for tier in state.tiers:
             if size[tier]:
                 self._check_room(tier, size[tier], tenant)
-        ticket = PinTicket(next(state.ids), {r.tenant.name for r in realms}, copies, expires_s, size, tenant)
+        ticket = PinTicket(
+            next(state.ids), {r.tenant.name for r in realms}, copies, expires_s, size, tenant.name if tenant else None
+        )
         for copy in copies:
             state.pin(copy)
         if copies:
@@ -55,7 +57,7 @@ class Pins:
         own = held = size_bytes
         for ticket in self.open.values():
             held += ticket.size_bytes[tier]
-            if ticket.tenant is tenant:
+            if tenant is not None and ticket.tenant == tenant.name:
                 own += ticket.size_bytes[tier]
         if tenant is not None:
             entitled = state.shares.share_bytes(tenant, tier)
@@ -69,9 +71,9 @@ class Pins:
                     f"{name}: unpin or pin fewer keys, or have an operator pin them or raise {what}",
                 )
         limit = int(part * state.config.capacity_bytes[tier])
-        if held > limit:
+        if held > limit:  # how much is left would tell a tenant what the others have pinned
             raise RequestError(
-                Reason.LIMIT, f"all pins would hold {held} bytes of {tier.name}; at most {limit}: unpin or pin fewer keys"
+                Reason.LIMIT, f"all pins together may hold at most {limit} bytes of {tier.name}: unpin or pin fewer keys"
             )
 
     def unpin(self, now: float, ticket_id: int, tenant: str | None) -> None:

@@ -11,7 +11,7 @@ from enum import IntEnum
 from typing import Final
 
 from kvtierd.core.block import Block, Copy
-from kvtierd.core.realm import Realm, Tenant
+from kvtierd.core.realm import Realm
 from kvtierd.errors import Reason, RequestError
 
 GRANTED: Final = 1
@@ -124,8 +124,8 @@ class PinTicket:
     expires_s: float
     size_bytes: list[int]
     """By tier."""
-    tenant: Tenant | None
-    """Who has pinned them; None for an operator."""
+    tenant: str | None
+    """Name of the tenant who has pinned them; None for an operator. He may be forgotten meanwhile, and come back."""
 
 
 @dataclass(frozen=True, slots=True)

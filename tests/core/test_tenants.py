@@ -317,6 +317,24 @@ def test_a_tenant_pins_half_of_what_is_its_own(limits: Limits, most: int) -> Non
     shell.check()
 
 
+def test_a_pin_counts_for_a_tenant_that_was_forgotten_and_came_back() -> None:
+    """Goal: who pins what another tenant has saved in a shared scope, leaves and comes back, has pinned it still.
+
+    Method: 32 of 128 blocks are another's and pinned; all places for namespaces are wanted in between, so that the tenant goes.
+    """
+    shell = Shell(config(cpu=CPU, nvme=0, extent=8 * BLOCK, max_realms=2), {name: Limits(shared=True) for name in ("one", "other")})
+    other = Engine(shell, "other")
+    flood(other, 0, 40)
+    guest = Engine(shell, "one")
+    assert len(shell.pin(guest.realm, keys(*range(32)), 500.0).copies) == 32
+    shell.detach(guest.session)
+    shell.realm(BLOCK, tenant="third")
+    assert "one" not in shell.core.state.tenants, "there was no place for both"
+    again = shell.realm(BLOCK, tenant="one")
+    with pytest.raises(RequestError, match="pins of tenant 'one' would hold"):
+        shell.pin(again, keys(33), 100.0)
+
+
 @pytest.mark.parametrize("below", [True, False])
 def test_a_cut_quota_is_drained_gradually(below: bool) -> None:
     """Goal: after a cut a tenant's oldest blocks go down (or for good where nothing is below), a portion a tick, nobody else's, and

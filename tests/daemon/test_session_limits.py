@@ -99,7 +99,7 @@ def test_pins_hold_so_much(make_daemon: MakeDaemon, make_client: MakeClient) -> 
             one.pin(more, 60)
         assert caught.value.reason is Reason.LIMIT
     assert other.pin(keys[:14], 60).pinned == 14, "what one tenant pins leaves others theirs"
-    with pytest.raises(RequestError, match=r"all pins would hold .* unpin or pin fewer keys"):
+    with pytest.raises(RequestError, match=r"all pins together may hold at most .* unpin or pin fewer keys"):
         third.pin(keys[:8], 60)
 
 
