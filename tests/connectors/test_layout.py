@@ -71,7 +71,7 @@ def test_runs_are_as_long_as_they_can_be(form: str, runs: list[int]) -> None:
     assert forms.run_bytes(layout_of(FORMS[form]("cpu")), 0) == runs
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.permutations(range(5)),
     st.tuples(*(st.integers(1, n) for n in (3, 5, 3, 4, 3))),

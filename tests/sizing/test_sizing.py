@@ -272,7 +272,7 @@ KEYS = sorted(
 
 
 @given(st.sampled_from(MODELS), st.sampled_from(KEYS), JSON, st.integers(1, 64))
-@settings(deadline=None, max_examples=300, derandomize=True)
+@settings(max_examples=300, derandomize=True)
 def test_no_configuration_breaks_it(config: dict[str, Any], key: str, value: object, tp: int) -> None:
     """One key has another value: there is an answer above 0, or a text of one line."""
     inner = config.get("text_config", config)
