@@ -424,4 +424,6 @@ async def _to_the_end(work: Callable[[], T]) -> T:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
         await asyncio.wait({task})
+        if not task.cancelled():
+            task.exception()  # nobody is left to hear how it ended, and it is no news to asyncio
         raise
