@@ -19,7 +19,7 @@ from typing import Any, Final, TypeAlias
 import grpc
 import tomli_w
 
-from kvtierd.bench.measure import BenchError, filesystem_of
+from kvtierd.bench.measure import BenchError, filesystem_of, status_bytes
 from kvtierd.v1 import admin_pb2, admin_pb2_grpc
 
 POLL_S: Final = 0.005
@@ -160,11 +160,8 @@ class BenchDaemon:
             process.wait()
 
     def status_bytes(self, name: str) -> int:
-        """A size in bytes out of ``/proc/PID/status``, such as "RssAnon"; 0 when the kernel does not give it."""
-        for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
-            if line.startswith(name + ":"):
-                return int(line.split()[1]) * 1024
-        return 0
+        """See :func:`kvtierd.bench.measure.status_bytes`."""
+        return status_bytes(self.pid, name)
 
     def wait_prefaulted(self, size_bytes: int) -> None:
         """Wait until about ``size_bytes`` of its shared memory are there, so that its own start does not disturb."""

@@ -116,6 +116,14 @@ def last_level_cache_bytes() -> int:
     return max(sizes, default=FALLBACK_CACHE_BYTES)
 
 
+def status_bytes(pid: int, name: str) -> int:
+    """A size in bytes out of ``/proc/PID/status``, such as "RssAnon"; 0 when the kernel does not give it."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
 def cpu_model() -> str:
     """Name of the CPU as the kernel gives it."""
     try:

@@ -16,7 +16,7 @@ from kvtierd.client.results import LoadedBytes, LoadResult, SaveResult
 from kvtierd.client.saving import OUTCOMES, rejection
 from kvtierd.client.session import Session
 from kvtierd.client.tokens import Metadata
-from kvtierd.client.transport import CallTimeoutError, pause_s, rpc_failure
+from kvtierd.client.transport import CallTimeoutError, may_try_again, rpc_failure
 from kvtierd.errors import DaemonUnavailableError, KvtierdError, Reason, RequestError
 from kvtierd.model import KEY_BYTES
 from kvtierd.v1 import kvtier_pb2 as pb
@@ -170,10 +170,7 @@ def _answered(session: Session, call: Any, deadline: Deadline) -> Any:
         except grpc.RpcError as e:
             error = rpc_failure(e)
             session.stream.on_answer(not isinstance(error, CallTimeoutError))
-            wait_s = pause_s(error, deadline) if isinstance(error, RequestError) and session.stream.patient else 0.0
-            if wait_s:
-                deadline.sleep(wait_s)
-            if not wait_s or deadline.passed:
+            if not (isinstance(error, RequestError) and session.stream.patient and may_try_again(error, deadline)):
                 raise error from e
         except ValueError as e:  # gRPC's answer to a call on a channel that was closed meanwhile
             raise DaemonUnavailableError(f"the session is closed: {e}") from e

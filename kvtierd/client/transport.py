@@ -106,6 +106,15 @@ def pause_s(error: RequestError, deadline: Deadline) -> float:
     return told_s + random.random() * min(RETRY_SPREAD * told_s, left_s - told_s)
 
 
+def may_try_again(error: RequestError, deadline: Deadline) -> bool:
+    """Wait as :func:`pause_s` says. True when the call is to be made again then."""
+    wait_s = pause_s(error, deadline)
+    if not wait_s:
+        return False
+    deadline.sleep(wait_s)
+    return not deadline.passed
+
+
 class PendingCall:
     """One call that waits for its replies. Belongs to one thread, besides the stream's reader.
 
@@ -147,10 +156,7 @@ class PendingCall:
             try:
                 return self._next(deadline)
             except RequestError as e:
-                wait_s = pause_s(e, deadline) if patient and self._stream.patient else 0.0
-                if wait_s:
-                    deadline.sleep(wait_s)
-                if not wait_s or deadline.passed:
+                if not (patient and self._stream.patient and may_try_again(e, deadline)):
                     self.done = True
                     raise
             self._shorten(deadline)

@@ -218,17 +218,12 @@ class _DeviceSlots:
         if not self._wanted:
             return
         if realm.tenant.limits.tenant_class is TenantClass.BASIC:
-            self._refuse("class")
+            self.refused = "class"
         elif realm.devices != devices:
-            groups = state.pools[Tier.HBM].groups
-            held = [groups.get((realm.realm_id, shard)) for shard in range(len(realm.slot_bytes))]
-            if any(group is not None and group.extents for group in held):
-                self._refuse("other_gpu")
+            if any(state.pools[Tier.HBM].extents_of(realm.realm_id, len(realm.slot_bytes))):
+                self.refused = "other_gpu"
             else:
                 realm.devices = devices
-
-    def _refuse(self, why: str) -> None:
-        self.refused = why
 
     def take(self, now: float) -> tuple[int, ...]:
         """Slots of one block; () when there are none for it."""
@@ -237,12 +232,12 @@ class _DeviceSlots:
         config, session = self._state.config, self._session
         limit = config.max_ticket_share * config.capacity_bytes[Tier.HBM]
         if not self.refused and session.held_bytes and session.held_bytes + self._realm.tier_bytes[Tier.HBM] > limit:
-            self._refuse("limit")
+            self.refused = "limit"
         if not self.refused:
             taken = self._space.allocate(now, Tier.HBM, self._realm)
             if not isinstance(taken, Reason):
                 return taken
-            self._refuse(taken.name.lower())
+            self.refused = taken.name.lower()
         self._state.counts.not_in_hbm[self.refused] += 1
         return ()
 

@@ -150,15 +150,12 @@ class SlotPool:
         self._piece_bytes = piece_bytes
         self.extent_bytes = extent_bytes
         self._max_extents = max(PIECES * capacity_bytes // max(extent_bytes, 1), MIN_EXTENTS)
-        self.reserved_bytes = 0
         self.used_bytes = 0
         self.growth_blocked_until_s = 0.0
         """No new extents before this time: the device had no room."""
         self.extents: dict[int, Extent] = {}
-        self.retiring: dict[int, int] = {}
-        """Bytes of extents on their way out, by id."""
-        self._retiring_from: dict[int, int] = {}
-        """Their places."""
+        self.retiring: dict[int, Extent] = {}
+        """Extents on their way out, by id; their bytes count as long."""
         self.groups: dict[Hashable, Group] = {}
         self.next_extent_id = FIRST_DEVICE_EXTENT if tier is Tier.HBM else 1
         self._last_extent_id = FIRST_DEVICE_EXTENT - 1 if tier is Tier.CPU else MAX_EXTENT_ID
@@ -178,6 +175,18 @@ class SlotPool:
         if found is None or (found.place != place and not found.extents):
             found = self.groups[key] = Group(key, slot_bytes, shard, realm_id, place, self._piece_bytes)
         return found
+
+    def extents_of(self, realm_id: int, shards: int) -> Iterator[Extent]:
+        """A realm's extents on CPU or HBM."""
+        for shard in range(shards):
+            group = self.groups.get((realm_id, shard))
+            if group is not None:
+                yield from group.extents.values()
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of all extents, those on their way out too."""
+        return sum(self._reserved_by_place)
 
     def room_bytes(self, group: Group) -> int:
         """Bytes that no extent has taken where the extents of a group are."""
@@ -230,7 +239,6 @@ class SlotPool:
     def _add(self, group: Group, extent_id: int, slot_count: int) -> Extent:
         extent = Extent(extent_id, group, slot_count, [None] * slot_count)
         self.extents[extent_id] = group.extents[extent_id] = group.open[extent_id] = extent
-        self.reserved_bytes += extent.size_bytes
         self._reserved_by_place[group.place] += extent.size_bytes
         self._made_since_order = True
         return extent
@@ -287,15 +295,13 @@ class SlotPool:
         if not extent.group.extents:
             # Groups without extents are forgotten, so that realms that come and go leave nothing behind.
             self.groups.pop(extent.group.key, None)
-        self.retiring[extent.extent_id] = extent.size_bytes
-        self._retiring_from[extent.extent_id] = extent.group.place
+        self.retiring[extent.extent_id] = extent
         self.commands.append(RetireExtent(self.tier, extent.extent_id))
 
     def released(self, extent_id: int) -> None:
         """The shell reports that nobody holds a retired extent any more."""
-        size_bytes = self.retiring.pop(extent_id)
-        self.reserved_bytes -= size_bytes
-        self._reserved_by_place[self._retiring_from.pop(extent_id)] -= size_bytes
+        extent = self.retiring.pop(extent_id)
+        self._reserved_by_place[extent.group.place] -= extent.size_bytes
 
     def may_ask(self, now: float) -> bool:
         """True when an extent may be sent away for another group: the last ones have gone, or take long.
@@ -366,7 +372,7 @@ class SlotPool:
 
     def check(self) -> None:
         """Assert the pool's invariants (visits every slot)."""
-        used = reserved = 0
+        used, reserved = 0, [0] * len(self._reserved_by_place)
         for extent in self.extents.values():
             owned = sum(owner is not None for owner in extent.owners)
             assert owned == extent.used, f"extent {extent.extent_id}: {owned} owners, {extent.used} used"
@@ -376,11 +382,11 @@ class SlotPool:
             assert (extent.extent_id in self.leaving) == extent.draining
             assert (extent.extent_id in self.empty) == (extent.used == 0), "an empty extent can be found"
             used += extent.used * extent.slot_bytes
-            reserved += extent.size_bytes
+        for extent in (*self.extents.values(), *self.retiring.values()):
+            reserved[extent.group.place] += extent.size_bytes
         assert used == self.used_bytes
         assert self.leaving <= self.extents.keys() and self.empty.keys() <= self.extents.keys()
-        assert reserved + sum(self.retiring.values()) == self.reserved_bytes
-        assert sum(self._reserved_by_place) == self.reserved_bytes and self.retiring.keys() == self._retiring_from.keys()
+        assert reserved == self._reserved_by_place
         assert max(self._reserved_by_place) <= self._place_bytes, "the capacity holds at all times"
 
     def slots_in_use(self) -> Iterator[tuple[int, Copy]]:

@@ -245,8 +245,8 @@ class Space:
             return (owner is None or owner is tenant or Shares.is_idle(owner, now)) and may_go(extent)
 
         def coldest_of(owner: Tenant) -> Extent | None:
-            groups = (pool.groups.get((r.realm_id, shard)) for r in owner.realms for shard in range(len(r.slot_bytes)))
-            own = (e for group in groups if group is not None for e in group.extents.values() if not e.draining and may_go(e))
+            held = (e for r in owner.realms for e in pool.extents_of(r.realm_id, len(r.slot_bytes)))
+            own = (e for e in held if not e.draining and may_go(e))
             return min(own, key=lambda e: e.used_at_s, default=None)
 
         found: Extent | None = None

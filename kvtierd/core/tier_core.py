@@ -163,8 +163,7 @@ class TierCore:
     def leave_devices(self, now: float, realm: Realm) -> None:
         """No engine that reads a realm's blocks in GPU memory is left there: they move down, and the memory comes back."""
         pool = self.state.pools[Tier.HBM]
-        groups = [pool.groups.get((realm.realm_id, shard)) for shard in range(len(realm.slot_bytes))]
-        for extent in [e for group in groups if group is not None for e in group.extents.values() if not e.draining]:
+        for extent in [e for e in pool.extents_of(realm.realm_id, len(realm.slot_bytes)) if not e.draining]:
             self._space.drain_extent(now, Tier.HBM, extent)
         self._mover.pump(now)
 

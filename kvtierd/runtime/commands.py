@@ -177,16 +177,8 @@ class CommandRunner:
 
     async def _retire_cpu(self, extent_id: int) -> None:
         """Give an extent's memory back; it counts until no client can map it any more."""
-        while self._cpu.has_extent(extent_id):
-            try:
-                await asyncio.to_thread(self._cpu.retire, extent_id)  # takes the kernel milliseconds
-            except Exception:  # not even a thread can be had: its bytes count meanwhile
-                self._core.state.counts.failed_commands[RetireExtent.__name__] += 1
-                log.exception("extent %d cannot be given back yet", extent_id)
-                if self._closing:
-                    return
-                await asyncio.sleep(RETRY_S)
-        self._revoke(extent_id)
+        if await self._given_back(extent_id, self._cpu.has_extent, self._cpu.retire):
+            self._revoke(extent_id)
 
     def _revoke(self, extent_id: int) -> None:
         if self.revoker is None:
@@ -196,17 +188,22 @@ class CommandRunner:
 
     async def _free_device(self, hbm: HbmPool, extent_id: int) -> None:
         """Free GPU memory that no process has open any more; until then it counts."""
-        while hbm.has_extent(extent_id):
+        if await self._given_back(extent_id, hbm.has_extent, hbm.free):
+            self._core.extent_released(self._clock.now(), Tier.HBM, extent_id)
+            self.apply()
+
+    async def _given_back(self, extent_id: int, is_there: Callable[[int], bool], give_back: Callable[[int], None]) -> bool:
+        """Give an extent's memory back in a thread, over again until it works. False when the daemon ends before."""
+        while is_there(extent_id):
             try:
-                await asyncio.to_thread(hbm.free, extent_id)  # waits for what goes on there
-            except Exception:
+                await asyncio.to_thread(give_back, extent_id)  # waits for the kernel, or for what goes on on the GPU
+            except Exception:  # not even a thread can be had: its bytes count meanwhile
                 self._core.state.counts.failed_commands[RetireExtent.__name__] += 1
                 log.exception("extent %d cannot be given back yet", extent_id)
                 if self._closing:
-                    return
+                    return False
                 await asyncio.sleep(RETRY_S)
-        self._core.extent_released(self._clock.now(), Tier.HBM, extent_id)
-        self.apply()
+        return True
 
     def extent_released(self, extent_id: int) -> None:
         """No process holds a retired extent any more."""

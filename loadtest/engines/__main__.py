@@ -18,6 +18,7 @@ import shlex
 import signal
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -32,7 +33,6 @@ from loadtest.engines.show import View, tables
 from loadtest.workloads import KINDS
 
 WRONG, FAILED, LATE = 1, 2, 3
-EXAMPLE = "20:kill:1 35:stop:2 50:client 60:disk-full:5 70:disk-errors:5"
 EXAMPLE = "20:kill:1 35:stop:2 50:client 60:disk-full:5 70:disk-errors:5"
 
 
@@ -91,7 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         settings = settings_of(args)
         requests, source = load_requests(args.trace, args.workload, settings, rest)
-        settings = Settings(**{**settings.__dict__, "source": source})
+        settings = replace(settings, source=source)
         items = items_of(requests, settings)
         if not items:
             raise PlanError(f"{source} has no request within {settings.seconds * settings.speedup:g} s")

@@ -8,11 +8,11 @@ import math
 import os
 import platform
 from collections import Counter, defaultdict
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import kvtierd
+from kvtierd.bench.measure import cpu_model
 from loadtest.engines.engine import Record
 from loadtest.engines.plan import FaultKind, Item, Settings
 from loadtest.engines.run import Progress
@@ -26,12 +26,17 @@ AFTER_CLIENT_S = 5.0
 """A client process that has been replaced imports Python's modules for so long, next to the others."""
 
 
+def quantile(ordered: Sequence[float], q: float) -> float:
+    """By nearest rank, of at least one value; they are in order."""
+    return ordered[max(math.ceil(q * len(ordered)) - 1, 0)]
+
+
 def quantiles_ms(seconds: Iterable[float]) -> dict[str, float]:
     """Quantiles by nearest rank, in milliseconds; empty for no values."""
     ordered = sorted(seconds)
     if not ordered:
         return {}
-    return {name: round(1000 * ordered[max(math.ceil(q * len(ordered)) - 1, 0)], 3) for name, q in QUANTILES.items()}
+    return {name: round(1000 * quantile(ordered, q), 3) for name, q in QUANTILES.items()}
 
 
 def latencies(records: list[Record]) -> dict[str, dict[str, Any]]:
@@ -156,10 +161,8 @@ def recoveries(progress: Progress, samples: list[Sample]) -> list[dict[str, Any]
 
 def machine() -> dict[str, Any]:
     """Where this ran."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), platform.machine())
     return {
-        "cpu": model,
+        "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),

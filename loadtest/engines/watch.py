@@ -13,6 +13,7 @@ from pathlib import Path
 
 import grpc
 
+from kvtierd.bench.measure import status_bytes
 from kvtierd.model import Tier
 from kvtierd.testing.daemon import DaemonProcess
 from kvtierd.testing.faults.disk import DiskFault, FaultyDisk, compiler
@@ -52,13 +53,6 @@ class Event:
     fault: Fault
     began_s: float
     ended_s: float | None = None
-
-
-def _anonymous_bytes(pid: int) -> int:
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("RssAnon"):
-            return int(line.split()[1]) << 10
-    return 0
 
 
 class Watched:
@@ -111,7 +105,7 @@ class Watched:
         now_s = time.monotonic() - self._began_s
         try:
             status = self.daemon.status(STATUS_TIMEOUT_S)
-            rss = _anonymous_bytes(self.daemon.pid)
+            rss = status_bytes(self.daemon.pid, "RssAnon")
         except (grpc.RpcError, OSError, AssertionError):
             self.samples.append(Sample(now_s, {}, {}))
             return

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import math
 import os
 import random
 import signal
@@ -20,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ from kvtierd.testing.daemon import DaemonProcess
 from kvtierd.testing.vllm.environment import engine_environment
 from kvtierd.testing.vllm.model import FIRST_TOKEN, VOCABULARY, WIDE
 from kvtierd.testing.vllm.server import ApiServer
+from loadtest.engines.figures import quantile
 from loadtest.workloads import BlockIds, Segment, parser_of, requests
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -175,15 +175,29 @@ class Outcome:
     restarts: list[int] = field(default_factory=list)
     """Numbers of the requests before which the engine was restarted."""
 
+    def figures(self) -> dict[str, Any]:
+        """What every comparison tells of a case, as numbers."""
+        total = sum(self.tokens[name] for name in SOURCES.values())
+        return {
+            "case": self.case.name,
+            "prompt_tokens": total,
+            "recomputed": round(self.tokens["computed"] / max(total, 1), 4),
+            "seconds": round(self.seconds, 1),
+            "loads": dict(self.loads),
+            "answers": [
+                [a.number, round(a.began_s, 3), round(a.ttft_s, 4), a.prompt_tokens, a.cached_tokens] for a in self.answers
+            ],
+        }
+
+
+def ttft_ms(answers: Iterable[Answer]) -> dict[str, int]:
+    """Median and 99th percentile of the time to the first token, of at least one request."""
+    ordered = sorted(a.ttft_s * 1000 for a in answers)
+    return {"p50": round(quantile(ordered, 0.5)), "p99": round(quantile(ordered, 0.99))}
+
 
 class ChatError(Exception):
     """It cannot go on. The text says why."""
-
-
-def quantile(values: list[float], q: float) -> float:
-    """By nearest rank."""
-    ordered = sorted(values)
-    return ordered[max(math.ceil(q * len(ordered)) - 1, 0)]
 
 
 def make_model(python: str, folder: Path) -> Path:
@@ -291,7 +305,7 @@ class Served:
                     answer = await self._ask(session, number, self._prompts[number], began_s - offset_s)
                     outcome.answers.append(answer)
                     if len(outcome.answers) % 20 == 0:
-                        ms = quantile([a.ttft_s for a in outcome.answers[-20:]], 0.5) * 1000
+                        ms = quantile(sorted(a.ttft_s for a in outcome.answers[-20:]), 0.5) * 1000
                         self._say(
                             f"{outcome.case.name}: {len(outcome.answers)} of {len(self._prompts)}, first token after {ms:.0f} ms"
                         )

@@ -31,9 +31,9 @@ from loadtest.vllm.chat import (
     make_model,
     needs,
     parser,
-    quantile,
     rag_chat,
     say,
+    ttft_ms,
     versions,
 )  # fmt: skip
 
@@ -43,22 +43,14 @@ PARTS = {"computed": "#cccccc", "engine": "#fdae61", "hbm": "#7b3294", "cpu": "#
 
 def figures(outcome: Outcome) -> dict[str, Any]:
     """One case as numbers: all of it, and what came after the restart."""
-    total = sum(outcome.tokens[name] for name in ("computed", "engine", "kvtierd"))
     restart = outcome.restarts[0]
-    ttft = {
-        "before the restart": [a.ttft_s * 1000 for a in outcome.answers if a.number < restart],
-        "first 10 after it": [a.ttft_s * 1000 for a in outcome.answers if restart <= a.number < restart + 10],
-        "all after it": [a.ttft_s * 1000 for a in outcome.answers if a.number >= restart],
-    }
-    return {
-        "case": outcome.case.name,
-        "prompt_tokens": total,
+    return outcome.figures() | {
         "tokens": {name: outcome.tokens[name] for name in PARTS},
-        "recomputed": round(outcome.tokens["computed"] / max(total, 1), 4),
-        "ttft_ms": {name: {"p50": round(quantile(v, 0.5)), "p99": round(quantile(v, 0.99))} for name, v in ttft.items()},
-        "seconds": round(outcome.seconds, 1),
-        "loads": dict(outcome.loads),
-        "answers": [[a.number, round(a.began_s, 3), round(a.ttft_s, 4), a.prompt_tokens, a.cached_tokens] for a in outcome.answers],
+        "ttft_ms": {
+            "before the restart": ttft_ms(a for a in outcome.answers if a.number < restart),
+            "first 10 after it": ttft_ms(a for a in outcome.answers if restart <= a.number < restart + 10),
+            "all after it": ttft_ms(a for a in outcome.answers if a.number >= restart),
+        },
     }
 
 

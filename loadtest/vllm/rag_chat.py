@@ -31,9 +31,9 @@ from loadtest.vllm.chat import (
     make_model,
     needs,
     parser,
-    quantile,
     rag_chat,
     say,
+    ttft_ms,
     versions,
 )  # fmt: skip
 from loadtest.workloads import KINDS
@@ -49,21 +49,14 @@ TENANTS, SYSTEM_PROMPTS, CONTEXTS = 4, 2, 16
 
 def figures(outcome: Outcome, needed: Needs) -> dict[str, Any]:
     """One case as numbers."""
-    total = sum(outcome.tokens[name] for name in ("computed", "engine", "kvtierd"))
-    ttft = [a.ttft_s * 1000 for a in outcome.answers]
-    return {
-        "case": outcome.case.name,
-        "prompt_tokens": total,
-        "recomputed": round(outcome.tokens["computed"] / max(total, 1), 4),
+    shared = outcome.figures()
+    return shared | {
         "least": round(needed.least_shared if outcome.case.shared or not outcome.case.cpu_bytes else needed.least, 4),
         "tokens": dict(outcome.tokens),
-        "ttft_ms": {"p50": round(quantile(ttft, 0.5)), "p99": round(quantile(ttft, 0.99))},
-        "seconds": round(outcome.seconds, 1),
+        "ttft_ms": ttft_ms(outcome.answers),
         "requests_per_s": round(len(outcome.answers) / outcome.seconds, 2),
-        "prompt_tokens_per_s": round(total / outcome.seconds),
-        "loads": dict(outcome.loads),
+        "prompt_tokens_per_s": round(shared["prompt_tokens"] / outcome.seconds),
         "load_average": outcome.load_average,
-        "answers": [[a.number, round(a.began_s, 3), round(a.ttft_s, 4), a.prompt_tokens, a.cached_tokens] for a in outcome.answers],
     }
 
 
