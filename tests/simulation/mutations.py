@@ -107,8 +107,8 @@ CORE = [
     Mutation(
         "a retired extent frees its bytes at once",
         POOL + "retire",
-        "self.retiring[extent.extent_id] = extent.size_bytes",
-        "self.retiring[extent.extent_id] = 0; self.reserved_bytes -= extent.size_bytes",
+        "self.retiring[extent.extent_id] = extent\n",
+        "self.retiring[extent.extent_id] = extent; self._reserved_by_place[extent.group.place] -= extent.size_bytes\n",
     ),
     Mutation(
         "a load's deadline does nothing",
