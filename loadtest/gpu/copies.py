@@ -5,7 +5,9 @@
 The KV cache has the form that vLLM's FlashAttention backend gives a model of Llama-3.1-8B's shape: 32 layers of (2, block, 16, 8,
 128) in bfloat16, so one block of 16 tokens is 64 runs of 32 KiB. Slots lie one after the other in memfds that are registered with
 CUDA, as those of a daemon are; the engine's blocks are taken in random order. "busy" has a second thread of the process work as an
-engine does that waits for a load: some Python, and a pause of a millisecond. Needs torch and a CUDA device, not vLLM.
+engine does that waits for a load: some Python, and a pause of a millisecond. "both" saves one half of the blocks while it loads the
+other; the limit then is plain DMA of both halves at once. "device" has the slots in GPU memory, as the HBM tier's are, and a plain
+copy within the GPU as the limit. Needs torch and a CUDA device, not vLLM.
 """
 
 import argparse
@@ -26,7 +28,9 @@ sys.path.insert(0, str(ROOT))
 from kvtierd.connectors.vllm.copying import make_copier  # noqa: E402
 from kvtierd.connectors.vllm.gpu_memory import border  # noqa: E402
 from kvtierd.connectors.vllm.layout import worker_layout  # noqa: E402
+from kvtierd.cuda import PIECE_BYTES, DeviceView  # noqa: E402
 from kvtierd.memory import SharedMapping, create_memfd  # noqa: E402
+from kvtierd.model import round_up  # noqa: E402
 from tests.connectors.kv_forms import FullAttentionSpec, config, vllm_config  # noqa: E402
 
 LAYERS, BLOCK_TOKENS, HEADS, HEAD_SIZE = 32, 16, 8, 128
@@ -84,7 +88,7 @@ def seconds(run, repeat):
     return statistics.median(times[1:])
 
 
-def plain_dma(memory, nbytes, to_device):
+def plain_dma(memory, nbytes, to_device, wait=True):
     """Each extent in as few copies as its registration allows, through one gibibyte of device memory."""
     device = torch.empty(EXTENT_BYTES, dtype=torch.uint8, device=DEVICE)
     pieces = []
@@ -103,18 +107,101 @@ def plain_dma(memory, nbytes, to_device):
             target, source = (device[:size], piece[:size]) if to_device else (piece[:size], device[:size])
             target.copy_(source, non_blocking=True)
             left -= size
+        if wait:
+            torch.cuda.synchronize()
+
+    return run
+
+
+class DeviceMemory:
+    """Slots of the HBM tier, but in this process."""
+
+    def __init__(self, size_bytes, device):
+        self._device, self._address = device, device.allocate(round_up(size_bytes, PIECE_BYTES))
+        self.view = DeviceView(self, self._address, size_bytes)
+
+    def slots(self, slot_bytes):
+        return [self.view[a : a + slot_bytes] for a in range(0, self.view.nbytes - slot_bytes + 1, slot_bytes)]
+
+    def free(self):
+        self._device.free(self._address)
+
+
+def chunks_of(memory, block_bytes, per_chunk, order):
+    return [
+        (slot, order[n * per_chunk : (n + 1) * per_chunk])
+        for n, slot in enumerate(memory.slots(block_bytes * per_chunk))
+        if (n + 1) * per_chunk <= len(order)
+    ]
+
+
+def at_once(*runs):
+    """All runs, each on a thread of its own."""
+
+    def run():
+        threads = [threading.Thread(target=one) for one in runs]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    return run
+
+
+def measure_both(copier, memory, chunks, nbytes, repeat):
+    half = len(chunks) // 2
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    whole = [plain_dma(memory, nbytes // 2, to_device, wait=False) for to_device in (False, True)]
+
+    def limit():
+        for stream, run in zip(streams, whole, strict=True):
+            with torch.cuda.stream(stream):
+                run()
+        torch.cuda.synchronize()
+
+    dma = nbytes / 1e9 / seconds(limit, repeat)
+    ours = nbytes / 1e9 / seconds(
+        at_once(
+            lambda: copier.save(0, chunks[:half], copier.fence()),
+            lambda: copier.load(0, chunks[half:], copier.fence(), lambda: False),
+        ),
+        repeat,
+    )  # fmt: skip
+    return {"dma_gb_per_s": round(dma, 1), "gb_per_s": round(ours, 1), "ratio": round(ours / dma, 3)}
+
+
+def plain_copy(nbytes):
+    there, here = (torch.empty(nbytes, dtype=torch.uint8, device=DEVICE) for _ in range(2))
+
+    def run():
+        there.copy_(here)
         torch.cuda.synchronize()
 
     return run
 
 
+def measure_device(copier, block_bytes, tokens, order, repeat):
+    """Bytes are counted once, though each is read and written."""
+    per_chunk = tokens // BLOCK_TOKENS
+    nbytes = len(order) // per_chunk * per_chunk * block_bytes
+    limit = nbytes / 2e9 / seconds(plain_copy(nbytes // 2), repeat)
+    torch.cuda.empty_cache()
+    memory = DeviceMemory(nbytes, copier.device)
+    chunks = chunks_of(memory, block_bytes, per_chunk, order)
+    found = {"plain_gb_per_s": round(limit, 1)}
+    for name, run in {
+        "save": lambda: copier.save(0, chunks, copier.fence()),
+        "load": lambda: copier.load(0, chunks, copier.fence(), lambda: False),
+    }.items():
+        speed = nbytes / 1e9 / seconds(run, repeat)
+        found[name] = {"gb_per_s": round(speed, 1), "ratio": round(speed / limit, 3)}
+    memory.free()
+    return found
+
+
 def measure(copier, memory, block_bytes, tokens, order, repeat):
     per_chunk = tokens // BLOCK_TOKENS
-    chunks = [
-        (slot, order[n * per_chunk : (n + 1) * per_chunk])
-        for n, slot in enumerate(memory.slots(block_bytes * per_chunk))
-        if (n + 1) * per_chunk <= len(order)
-    ]
+    chunks = chunks_of(memory, block_bytes, per_chunk, order)
     nbytes = len(chunks) * per_chunk * block_bytes
     found = {"tokens": tokens, "gb": round(nbytes / 1e9, 2)}
     runs = {
@@ -137,6 +224,8 @@ def measure(copier, memory, block_bytes, tokens, order, repeat):
             "ratio": round(idle / limit, 3),
             "busy_ratio": round(busy / limit, 3),
         }
+    found["both"] = measure_both(copier, memory, chunks, nbytes, repeat)
+    found["device"] = measure_device(copier, block_bytes, tokens, order, repeat)
     return found
 
 

@@ -2,11 +2,14 @@
 
     python3 loadtest/gpu/ttft.py none
     python3 loadtest/gpu/ttft.py offload                     # vLLM's own OffloadingConnector: CPU memory inside the engine
+    python3 loadtest/gpu/ttft.py fs --folder DIR             # its tiers of CPU memory and files (with PYTHONHASHSEED=0)
+    python3 loadtest/gpu/ttft.py lmcache --port 5555         # an LMCache server
     python3 loadtest/gpu/ttft.py kvtierd --address unix:…    # run it twice: the second run's first request is after a restart
 
 A model of Llama-3.1-8B's shape with dummy weights, bfloat16, eager. For each length: the prompt for the first time; again, out of
-the engine's own prefix cache; and, each time after that cache was emptied, out of the tier below. Prompts are the same in every
-process. Prints one JSON line a length; `same_token` tells whether every run gave the same first token.
+the engine's own prefix cache; and, each time after that cache was emptied, out of the tier below; ``--before-hit`` is a command
+that has emptied some of that first. Prompts are the same in every process. Prints one JSON line a length; `same_token` says whether
+every run gave the same first token.
 """
 
 import argparse
@@ -14,6 +17,7 @@ import json
 import os
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -30,12 +34,14 @@ KV_BYTES_PER_TOKEN = 32 * 2 * 8 * 128 * 2
 
 
 def transfer_config(args):
-    if args.mode == "offload":
-        return {
-            "kv_connector": "OffloadingConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"cpu_bytes_to_use": args.cpu_gib << 30},
-        }
+    if args.mode in ("offload", "fs"):
+        extra = {"cpu_bytes_to_use": args.cpu_gib << 30}
+        if args.mode == "fs":
+            extra |= {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [{"type": "fs", "root_dir": args.folder}]}
+        return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    if args.mode == "lmcache":
+        extra = {"lmcache.mp.host": args.host, "lmcache.mp.port": args.port}
+        return {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
     extra = {"kvtierd.address": args.address, "kvtierd.gate": False, **json.loads(args.extra)}
     return {
         "kv_connector": "KvtierdConnector",
@@ -85,16 +91,18 @@ class Bench:
                 sys.exit("blocks are still held 15 s after the last request")
             time.sleep(0.02)
 
-    def length(self, tokens, hits):
+    def length(self, tokens, hits, before_hit):
         rng = random.Random(tokens)
         prompt = [rng.randrange(1000, 120_000) for _ in range(tokens)]
         self.tokens = set()
         first = self.ttft_ms(prompt)
         time.sleep(1.0)
-        own = self.ttft_ms(prompt)
+        own = [self.ttft_ms(prompt) for _ in range(hits)]
         tier = []
         for _ in range(hits):
             self.empty_prefix_cache()
+            if before_hit:
+                subprocess.run(before_hit, shell=True, check=True, stdout=subprocess.DEVNULL)
             time.sleep(0.2)
             tier.append(self.ttft_ms(prompt))
         self.empty_prefix_cache()
@@ -103,10 +111,14 @@ class Bench:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("mode", choices=["none", "offload", "kvtierd"])
+    parser.add_argument("mode", choices=["none", "offload", "fs", "lmcache", "kvtierd"])
     parser.add_argument("--label")
     parser.add_argument("--address", default="")
     parser.add_argument("--extra", default="{}", help="more of kv_connector_extra_config, as JSON")
+    parser.add_argument("--folder", help="of the files of fs")
+    parser.add_argument("--host", default="tcp://localhost", help="of the LMCache server")
+    parser.add_argument("--port", type=int, default=5555, help="of the LMCache server")
+    parser.add_argument("--before-hit", help="a shell command before each hit of the tier")
     parser.add_argument("--output", help="append the lines to this file too")
     parser.add_argument("--cpu-gib", type=int, default=24)
     parser.add_argument("--lengths", default="4096,16384,32768,65536")
@@ -116,17 +128,18 @@ def main():
     bench = Bench(engine(args))
     bench.ttft_ms(list(range(1000, 5000)))  # warm
     for tokens in map(int, args.lengths.split(",")):
-        first, own, tier = bench.length(tokens, args.hits)
+        first, own, tier = bench.length(tokens, args.hits, args.before_hit)
         times = [ms for ms, _ in tier]
         result = {
             "mode": args.label or args.mode,
             "tokens": tokens,
             "kv_gb": round(tokens * KV_BYTES_PER_TOKEN / 1e9, 3),
             "first_ms": first[0],
-            "gpu_hit_ms": own[0],
+            "gpu_hit_ms": [ms for ms, _ in own],
+            "gpu_hit_median_ms": round(statistics.median(ms for ms, _ in own), 1),
             "tier_hit_ms": times,
             "tier_hit_median_ms": round(statistics.median(times), 1),
-            "cached_tokens": [first[1], own[1], *[cached for _, cached in tier]],
+            "cached_tokens": [first[1], own[0][1], *[cached for _, cached in tier]],
             "same_token": len(bench.tokens) == 1,
         }
         print(json.dumps(result), flush=True)

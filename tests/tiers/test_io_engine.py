@@ -1,6 +1,6 @@
 """Goal: bytes reach the file whole whatever an engine moves at a time, and the engine asked for is the one used.
 
-Method: engines that move little or nothing; a stand-in for kvikio, which needs a GPU's driver.
+Method: engines that move little or nothing; a stand-in for kvikio, which needs a GPU's driver, and kvikio where there is one.
 """
 
 from __future__ import annotations
@@ -166,6 +166,22 @@ def test_kvikio_moves_large_buffers_and_leaves_small_ones_to_the_plain_calls(pat
     assert file.calls == 2
     engine.close(handle)
     assert file.closed
+
+
+@pytest.mark.gpu
+def test_the_real_kvikio_moves_the_same_bytes(path: str) -> None:
+    pytest.importorskip("kvikio", reason="kvikio is not installed here")
+    engine = choose_engine(NvmeConfig(io="kvikio"))
+    handle = engine.open(path, direct=True)
+    out, back = pages(4096, 3 * MIB, 4096), pages(4096, 3 * MIB, 4096)
+    for view in out:
+        view[:] = os.urandom(len(view))
+    write_all(engine, handle, list(out), 8192)
+    assert read_all(engine, handle, list(back), 8192) == 3 * MIB + 8192
+    assert [bytes(v) for v in back] == [bytes(v) for v in out]
+    past = pages(4 * MIB)
+    assert read_all(engine, handle, list(past), 3 * MIB) == 16384, "the file ends there"
+    engine.close(handle)
 
 
 def test_kvikio_reading_past_the_end_stops_there(path: str, kvikio: dict[str, object]) -> None:
