@@ -1,4 +1,4 @@
-"""What comes before every call of kvtierd's own services, put around their handlers once, when they are registered: the door, and
+"""What comes before every call of kvtierd's own services, put around their handlers once, when they are added: the door, and
 bytes that are no message, which are refused with a reason where gRPC would call it an error of the daemon's and log a trace."""
 
 from __future__ import annotations
@@ -15,25 +15,32 @@ from kvtierd.service.door import Door
 NO_MESSAGE: Final = status.as_request_error(DecodeError())
 
 
-class HandlerServer:
-    """Stands in the place of a server where services are added to it, and registers their handlers there.
+class HandlerServer(grpc.GenericRpcHandler):
+    """Stands in the place of a server where services are added to it, and serves their methods there.
+
+    Older versions of gRPC's asyncio server take the handlers of methods without a word and serve none of them; all of them ask
+    handlers like this one.
 
     Args:
-        server: where they are registered.
+        server: where the methods are served.
         door: asks for tokens; None where there are none.
     """
 
     def __init__(self, server: grpc.aio.Server, door: Door | None) -> None:
-        self._server = server
         self._door = door
+        self._handlers: dict[str, Any] = {}
+        server.add_generic_rpc_handlers((self,))
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        """The handler of a call; None where there is no such method."""
+        return self._handlers.get(handler_call_details.method)
 
     def add_generic_rpc_handlers(self, handlers: Any) -> None:
-        """Nothing: each of these is registered too, and a way around what is put before those would be one too many."""
+        """Nothing: each of these is added below too, and a way around what is put before those would be one too many."""
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
-        """As the server's. Of two handlers of one method the later counts."""
-        wrapped = {name: self._wrapped(handler, service) for name, handler in handlers.items()}
-        self._server.add_registered_method_handlers(service, wrapped)
+        """Serve methods. Of two handlers of one method the later counts."""
+        self._handlers |= {f"/{service}/{name}": self._wrapped(handler, service) for name, handler in handlers.items()}
 
     def _wrapped(self, handler: Any, service: str) -> Any:
         kind = f"{'stream' if handler.request_streaming else 'unary'}_{'stream' if handler.response_streaming else 'unary'}"
