@@ -2,8 +2,8 @@
 
 The runs of a block are scattered over device memory, and one DMA for each of them would be slow. So the device gathers the runs
 of many blocks into a slab of its own memory, in the order of a slot, and DMA takes them from there to their slots; loads go the
-other way. Slots on the device take the same way. Several portions are queued ahead, for the thread that queues them shares the
-interpreter with a busy engine.
+other way. Slots on the device need no slab: blocks are gathered into them. Several portions are queued ahead, for the thread that
+queues them shares the interpreter with a busy engine.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ import torch
 
 from kvtierd.connectors.vllm.copying import SKIP, BlockCopier, Chunk, View, check_slot
 from kvtierd.connectors.vllm.gpu_memory import HostMemory, border
-from kvtierd.connectors.vllm.gpu_staging import DeviceBlocks, Lane, Transfer
+from kvtierd.connectors.vllm.gpu_staging import DeviceBlocks, Lane, Transfer, can_move_rows
 from kvtierd.connectors.vllm.layout import WorkerLayout
 from kvtierd.cuda import CudaError, Device, DeviceView
 from kvtierd.memory import SharedMapping
 
 SLAB_BYTES: Final = 32 << 20
 """Device memory of one slab; as much as a block where that is larger."""
+DIRECT_BYTES: Final = 256 << 20
+"""What one kernel moves between blocks and slots on the device: as long as it runs, it shares the device with the engine's."""
 MAX_QUEUED: Final = 8
-"""Portions of a slab that are queued on the device: some milliseconds of work."""
+"""Portions that are queued on the device: some milliseconds of work."""
 SAVE_PRIORITY: Final = 0
 LOAD_PRIORITY: Final = -1
 """Requests wait for loads, nobody waits for saves."""
@@ -47,8 +49,8 @@ class CudaBlockCopier(BlockCopier):
         self._num_blocks = layout.num_blocks
         self._groups = [DeviceBlocks(regions, layout.num_blocks, layout.device) for regions in layout.regions]
         self._slab_bytes = max(SLAB_BYTES, *(blocks.block_bytes for blocks in self._groups))
-        self._saves = Lane(layout.device, self._slab_bytes, SAVE_PRIORITY, to_host=True)
-        self._loads = Lane(layout.device, self._slab_bytes, LOAD_PRIORITY, to_host=False)
+        self._saves = Lane(layout.device, self._slab_bytes, SAVE_PRIORITY, to_slots=True)
+        self._loads = Lane(layout.device, self._slab_bytes, LOAD_PRIORITY, to_slots=False)
         self._memory = HostMemory(layout.device, self._loads.report_error)
         self.device = _of_driver(layout.device)
 
@@ -97,7 +99,7 @@ class CudaBlockCopier(BlockCopier):
                         lane.synchronize()
                         gate.let_pass()
                     if portion.block_ids:
-                        queued.append(lane.queue(blocks, portion.block_ids, portion.transfers))
+                        queued.append(lane.queue(blocks, portion.block_ids, portion.rows, portion.transfers))
                     while len(queued) > MAX_QUEUED:
                         queued.popleft().synchronize()
                     whole = portion.whole
@@ -113,21 +115,26 @@ class CudaBlockCopier(BlockCopier):
                 raise ValueError(f"blocks {list(block_ids)} are not all among the engine's {self._num_blocks} blocks")
 
     def _portions(self, block_bytes: int, chunks: Sequence[Chunk], cancelled: Callable[[], bool]) -> Iterator[_Portion]:
-        """Cut chunks into portions that fit a slab."""
-        rows = self._slab_bytes // block_bytes
+        """Cut chunks into portions: what fits a slab, and what one kernel moves within the device."""
         portion = _Portion()
         for number, (view, block_ids) in enumerate(chunks):
             if cancelled():
                 break
+            direct = isinstance(view, DeviceView) and can_move_rows()
+            limit = max(1, (DIRECT_BYTES if direct else self._slab_bytes) // block_bytes)
+            if portion.block_ids and portion.direct is not direct:
+                yield portion
+                portion = _Portion(whole=number)
+            portion.direct = direct
             address = _address(view)
             for place, count in _wanted(block_ids):
                 start, left = place, count
                 while left:
-                    if len(portion.block_ids) == rows:
+                    if len(portion.block_ids) >= limit:
                         yield portion
-                        portion = _Portion(whole=number)
-                    part = min(left, rows - len(portion.block_ids))
-                    portion.add(view.obj, address + start * block_bytes, len(portion.block_ids) * block_bytes, part * block_bytes)
+                        portion = _Portion(direct=direct, whole=number)
+                    part = min(left, limit - len(portion.block_ids))
+                    portion.add(view.obj, address + start * block_bytes, part, block_bytes)
                     portion.block_ids.extend(block_ids[start : start + part])
                     start, left = start + part, left - part
             portion.whole = number + 1
@@ -136,15 +143,27 @@ class CudaBlockCopier(BlockCopier):
 
 @dataclass
 class _Portion:
-    """What is staged together. ``whole`` chunks are done with it."""
+    """What is moved together. ``whole`` chunks are done with it."""
 
+    direct: bool = False
+    """Blocks and slots are on one device, and need no slab."""
     block_ids: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    """Of what is direct: the address of each block in its slot."""
     transfers: list[Transfer] = field(default_factory=list)
+    """Of what is staged."""
     whole: int = 0
     owner: object = None
     """Of the host memory of the last transfer."""
 
-    def add(self, owner: object, address: int, slab_offset: int, nbytes: int) -> None:
+    def add(self, owner: object, address: int, count: int, block_bytes: int) -> None:
+        """Add blocks that are one after the other in a slot."""
+        if self.direct:
+            self.rows.extend(range(address, address + count * block_bytes, block_bytes))
+        else:
+            self._transfer(owner, address, len(self.block_ids) * block_bytes, count * block_bytes)
+
+    def _transfer(self, owner: object, address: int, slab_offset: int, nbytes: int) -> None:
         """Add bytes behind those that are here: one transfer with the last where host memory goes on, as slots of one save do.
 
         Memory of another owner may follow by chance, but is registered on its own.

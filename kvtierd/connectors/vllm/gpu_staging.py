@@ -56,23 +56,30 @@ class DeviceBlocks:
             rows.append((address, region.block_stride_bytes, place // self._unit, region.run_bytes // self._unit))
             place += region.run_bytes
         self._runs = torch.tensor(rows, dtype=torch.int64).to(device)
+        self._one_unit = torch.zeros(1, dtype=_UNITS[self._unit], device=device)
 
-    def move(self, slab: torch.Tensor, block_ids: torch.Tensor, *, to_slab: bool) -> None:
-        """Queue on the current stream: blocks into the rows of a slab (flat uint8), or back."""
+    def move(self, block_ids: torch.Tensor, rows: torch.Tensor, slab: torch.Tensor, *, to_rows: bool) -> None:
+        """Queue on the current stream: blocks into rows, or back.
+
+        Args:
+            block_ids: (row,) int64 on the device.
+            rows: (row,) int64 on the device, the address of each block's row there.
+            slab: flat uint8; its rows are what is meant where :func:`can_move_rows` is False.
+            to_rows: gather; else scatter.
+        """
         if (kernels := _kernels()) is not None:
-            units = slab[: slab.numel() // self._unit * self._unit].view(_UNITS[self._unit])
-            kernels.move_runs(self._runs, block_ids, units, self.block_bytes // self._unit, to_slab=to_slab)
+            kernels.move_runs(self._runs, block_ids, rows, self._one_unit, to_rows=to_rows)
             return
         count = block_ids.numel()
         for b in self._batches:
             blocks = self._view(
                 b.storage, self._num_blocks, b.count, b.run_bytes, b.block_stride_bytes, b.step_bytes, b.offset_bytes
             )
-            rows = self._view(slab, count, b.count, b.run_bytes, self.block_bytes, b.run_bytes, b.slot_offset)
-            if to_slab:
-                torch.index_select(blocks, 0, block_ids, out=rows)
+            staged = self._view(slab, count, b.count, b.run_bytes, self.block_bytes, b.run_bytes, b.slot_offset)
+            if to_rows:
+                torch.index_select(blocks, 0, block_ids, out=staged)
             else:
-                blocks.index_copy_(0, block_ids, rows)
+                blocks.index_copy_(0, block_ids, staged)
 
     def _view(
         self, flat: torch.Tensor, blocks: int, runs: int, run_bytes: int, stride: int, step: int, offset: int
@@ -104,34 +111,44 @@ class Lane:
         device: a CUDA device.
         slab_bytes: of one slab.
         priority: of the streams.
-        to_host: blocks go into slots; else slots into blocks.
+        to_slots: blocks go into slots; else slots into blocks.
 
     Raises:
         UnsupportedLayoutError: the device has no memory left.
     """
 
-    def __init__(self, device: torch.device, slab_bytes: int, priority: int, *, to_host: bool) -> None:
+    def __init__(self, device: torch.device, slab_bytes: int, priority: int, *, to_slots: bool) -> None:
         self._device = device
-        self._to_host = to_host
+        self._to_slots = to_slots
         self._stages = [_Stage(device, slab_bytes, priority) for _ in range(SLABS)]
         self._next = 0
 
-    def queue(self, blocks: DeviceBlocks, block_ids: Sequence[int], transfers: Sequence[Transfer]) -> Any:
-        """Queue one portion: row ``n`` of the slab is block ``block_ids[n]``. Returns an event behind it.
+    def queue(self, blocks: DeviceBlocks, block_ids: Sequence[int], rows: Sequence[int], transfers: Sequence[Transfer]) -> Any:
+        """Queue one portion. Returns an event behind it.
+
+        Args:
+            blocks: where the engine's blocks are.
+            block_ids: which of them.
+            rows: the address of each in slots on the device; empty when block ``n`` goes through row ``n`` of the slab.
+            transfers: between the slab and slots.
 
         Raises:
             RuntimeError: the device refused.
         """
         stage = self._stages[self._next]
         self._next = (self._next + 1) % SLABS
+        slab, count = stage.slab.data_ptr(), len(block_ids)
+        where = rows or range(slab, slab + count * blocks.block_bytes, blocks.block_bytes)
+        even = [0] * (count % 2)  # kernels are compiled for the alignment of what they get
         with torch.cuda.stream(stage.stream):
             # Not made on the device right away: that would wait for the stream.
-            ids = torch.tensor(block_ids, dtype=torch.int64).to(self._device, non_blocking=True)
-            if self._to_host:
-                blocks.move(stage.slab, ids, to_slab=True)
+            both = torch.tensor([[*block_ids, *even], [*where, *even]], dtype=torch.int64).to(self._device, non_blocking=True)
+            ids, places = both[0, :count], both[1, :count]
+            if self._to_slots:
+                blocks.move(ids, places, stage.slab, to_rows=True)
             self._transfer(stage, transfers)
-            if not self._to_host:
-                blocks.move(stage.slab, ids, to_slab=False)
+            if not self._to_slots:
+                blocks.move(ids, places, stage.slab, to_rows=False)
             event: Any = torch.cuda.Event(blocking=True)  # sleeps, where a stream would be waited for in a busy loop
             event.record(stage.stream)
         return event
@@ -139,7 +156,7 @@ class Lane:
     def _transfer(self, stage: _Stage, transfers: Sequence[Transfer]) -> None:
         slab, stream, copy = stage.slab.data_ptr(), stage.stream.cuda_stream, _driver().cuMemcpyAsync
         for address, offset, nbytes in transfers:
-            target, source = (address, slab + offset) if self._to_host else (slab + offset, address)
+            target, source = (address, slab + offset) if self._to_slots else (slab + offset, address)
             status = copy(target, source, nbytes, stream)
             if status:
                 raise RuntimeError(f"the CUDA driver refused a copy of {nbytes} bytes (error {status})")
@@ -175,6 +192,11 @@ def _driver() -> ctypes.CDLL:
     return driver
 
 
+def can_move_rows() -> bool:
+    """Whether blocks and slots on one device can be moved without staging memory."""
+    return _kernels() is not None
+
+
 @functools.cache
 def _kernels() -> Any:
     """The module of kernels, or None where they cannot be made."""
@@ -184,7 +206,8 @@ def _kernels() -> Any:
         ids = torch.zeros(1, dtype=torch.int64, device="cuda")
         source, target = torch.arange(1, 5, dtype=torch.int64, device="cuda"), torch.zeros(4, dtype=torch.int64, device="cuda")
         runs = torch.tensor([[source.data_ptr(), 32, 0, 4]], dtype=torch.int64).to("cuda")
-        gpu_kernels.move_runs(runs, ids, target, 4, to_slab=True)
+        rows = torch.tensor([target.data_ptr()], dtype=torch.int64).to("cuda")
+        gpu_kernels.move_runs(runs, ids, rows, target, to_rows=True)
         if target.tolist() != [1, 2, 3, 4]:
             raise RuntimeError("the kernel moved other bytes")
     except Exception as e:
