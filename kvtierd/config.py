@@ -172,7 +172,7 @@ class NvmeConfig(_Section):
     ttl: OptionalDuration = Field(None, description='Idle time after which a copy is forgotten; "never" for none.')
     reserve: Size = Field(256 << 20, description="Free space of the file system that is never used.")
     depth: int = Field(8, ge=2, le=256, description="I/Os in flight on each folder.")
-    io: str = Field("auto", pattern="^(auto|threads|kvikio)$", description="I/O engine.")
+    io: str = Field("auto", pattern="^(auto|threads|kvikio)$", description="I/O engine; auto means threads.")
     direct: str = Field(
         "auto", pattern="^(auto|require|off)$", description="O_DIRECT: probe for it, insist on it, or use the page cache."
     )

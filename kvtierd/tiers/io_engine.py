@@ -7,7 +7,6 @@ import importlib
 import logging
 import os
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -70,7 +69,8 @@ class ThreadEngine:
 class KvikioEngine(ThreadEngine):
     """kvikio for large buffers of direct files: it splits one call over its own threads. Small buffers go the plain way.
 
-    The handle is the plain descriptor; the CuFile of a direct file is kept beside it.
+    The handle is the plain descriptor; the CuFile of a direct file is kept beside it. What kvikio fails to move is moved the plain
+    way: kvikio tells errors as text alone, among them the end of a file, and the kernel's own answer says what is the matter.
     """
 
     name = "kvikio"
@@ -78,6 +78,7 @@ class KvikioEngine(ThreadEngine):
     def __init__(self, threads: int) -> None:
         self._kvikio: Any = importlib.import_module("kvikio")
         self._files: dict[int, Any] = {}
+        self._failed = False
         defaults = importlib.import_module("kvikio.defaults")
         defaults.set({"num_threads": threads})
         for setting in ("auto_direct_io_read", "auto_direct_io_write"):
@@ -113,44 +114,48 @@ class KvikioEngine(ThreadEngine):
         super().close(handle)
 
     def _move(self, handle: int, buffers: Sequence[Buffer], offset_bytes: int, *, write: bool) -> int:
+        plain = super().pwritev if write else super().preadv
         file = self._files.get(handle)
         views = [memoryview(b) for b in buffers]
         if file is None or max(v.nbytes for v in views) < KVIKIO_MIN_BYTES:
-            return super().pwritev(handle, views, offset_bytes) if write else super().preadv(handle, views, offset_bytes)
-        parts: list[tuple[int, Callable[[], int]]] = []
-        try:
-            at = offset_bytes
-            for view in views:
-                if view.nbytes >= KVIKIO_MIN_BYTES:
-                    array = np.frombuffer(view, np.uint8)
-                    start = file.pwrite if write else file.pread
-                    parts.append((view.nbytes, start(array, view.nbytes, at).get))
-                else:
-                    moved = os.pwritev(handle, [view], at) if write else os.preadv(handle, [view], at)
-                    parts.append((view.nbytes, partial(int, moved)))
-                at += view.nbytes
-        finally:
-            # Whatever has been started uses our memory: wait for all of it, also when a later start failed.
-            results = [_result(wait) for _, wait in parts]
+            return plain(handle, views, offset_bytes)
+        start = file.pwrite if write else file.pread
+        parts = []
+        at = offset_bytes
+        for view in views:
+            parts.append((view, at, _started(start, view, at) if view.nbytes >= KVIKIO_MIN_BYTES else None))
+            at += view.nbytes
+        # Whatever has been started uses our memory: wait for all of it before anything else can fail.
+        moved = [None if future is None else self._result(future) for _, _, future in parts]
         total = 0
-        for (wanted, _), result in zip(parts, results, strict=True):
-            if isinstance(result, OSError):
-                raise result
-            total += result
-            if result < wanted:
+        for (view, at, _), done in zip(parts, moved, strict=True):
+            count = plain(handle, [view], at) if done is None else done
+            total += count
+            if count < view.nbytes:
                 break
         return total
 
+    def _result(self, future: Any) -> int | None:
+        """Bytes moved; None for a failure."""
+        try:
+            return int(future.get())
+        except (OSError, RuntimeError) as e:
+            if not self._failed:
+                self._failed = True
+                log.warning("kvikio could not move a buffer, which is moved by plain calls: %s", e)
+            return None
 
-def _result(wait: Callable[[], int]) -> int | OSError:
+
+def _started(start: Callable[..., Any], view: memoryview, offset_bytes: int) -> Any:
+    """The future of a transfer; None when it cannot be started."""
     try:
-        return int(wait())
-    except (OSError, RuntimeError) as e:
-        return _as_os_error(e)
+        return start(np.frombuffer(view, np.uint8), view.nbytes, offset_bytes)
+    except (OSError, RuntimeError):
+        return None
 
 
 def _as_os_error(error: Exception) -> OSError:
-    """kvikio reports device errors as RuntimeError with text."""
+    """kvikio reports errors of opening as RuntimeError with text."""
     if isinstance(error, OSError) and error.errno is not None:
         return error
     return OSError(5, f"kvikio: {error}")
@@ -159,22 +164,23 @@ def _as_os_error(error: Exception) -> OSError:
 def choose_engine(config: NvmeConfig) -> IoEngine:
     """The engine that the configuration asks for.
 
+    ``auto`` is ``threads``: for host memory kvikio reads and writes files as these do, and was slower where both were measured
+    (``loadtest/gpu/nvme.py``).
+
     Raises:
         StartupError: ``nvme.io = "kvikio"`` where kvikio or libcuda is missing; says what to install.
     """
-    if config.io == "threads":
+    if config.io != "kvikio":
         return ThreadEngine()
     try:
         # kvikio needs libcuda even for host memory, and without it fails late and unclearly.
         ctypes.CDLL("libcuda.so.1")
         return KvikioEngine(config.depth)
     except (ImportError, OSError, AttributeError, RuntimeError) as e:
-        if config.io == "kvikio":
-            raise StartupError(
-                f'nvme.io is "kvikio", which cannot be used here ({e}): install kvtierd[cuda12] or kvtierd[cuda13] on a machine '
-                'with an NVIDIA driver, or set nvme.io = "threads"'
-            ) from e
-        return ThreadEngine()
+        raise StartupError(
+            f'nvme.io is "kvikio", which cannot be used here ({e}): install kvtierd[cuda12] or kvtierd[cuda13] on a machine '
+            'with an NVIDIA driver, or set nvme.io = "threads"'
+        ) from e
 
 
 def write_all(engine: IoEngine, handle: int, buffers: list[memoryview], offset_bytes: int) -> None:

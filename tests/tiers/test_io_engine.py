@@ -115,12 +115,14 @@ class FakeCuFile:
     def _start(self, call: Callable[..., int], array: Any, size: int, offset: int) -> Any:
         self.calls += 1
         assert array.nbytes == size
+        if FakeCuFile.broken == "start":
+            raise RuntimeError("cuFile says no")
         future = self.threads.submit(call, self.fd, [memoryview(array)], offset)
 
         def get() -> int:
             if FakeCuFile.broken:
-                future.result()
-                raise RuntimeError(FakeCuFile.broken)
+                future.exception()
+                raise RuntimeError("cuFile says no")
             return future.result()
 
         return types.SimpleNamespace(get=get)
@@ -192,13 +194,24 @@ def test_kvikio_reading_past_the_end_stops_there(path: str, kvikio: dict[str, ob
     engine.close(handle)
 
 
-def test_kvikios_errors_become_io_errors(path: str, kvikio: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("when", ["start", "end"])
+def test_what_kvikio_fails_to_move_goes_the_plain_way(
+    path: str, kvikio: dict[str, object], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, when: str
+) -> None:
+    """Goal: no block is lost, the end of a file is no error, and an error is the kernel's own."""
     engine = KvikioEngine(2)
     handle = engine.open(path, direct=True)
-    monkeypatch.setattr(FakeCuFile, "broken", "cuFile says no")
-    with pytest.raises(OSError, match="cuFile says no") as failed:
+    monkeypatch.setattr(FakeCuFile, "broken", when)
+    out, back = pages(4096, MIB, MIB), pages(4096, MIB, 3 * MIB)
+    for view in out:
+        view[:] = os.urandom(len(view))
+    write_all(engine, handle, list(out), 0)
+    assert read_all(engine, handle, list(back), 0) == 4096 + 2 * MIB
+    assert b"".join(back)[: 4096 + 2 * MIB] == b"".join(out)
+    assert caplog.text.count("moved by plain calls") == (when == "end")
+    monkeypatch.setattr(os, "pwritev", lambda *_: (_ for _ in ()).throw(OSError(28, "no space")))
+    with pytest.raises(OSError, match="no space"):
         write_all(engine, handle, pages(4096, MIB), 0)
-    assert failed.value.errno == 5
     engine.close(handle)
 
 
@@ -210,7 +223,7 @@ def test_kvikio_leaves_files_without_direct_io_alone(path: str, kvikio: dict[str
 
 
 @pytest.mark.parametrize("io, cuda, found", [
-    ("auto", False, "threads"), ("auto", True, "kvikio"), ("threads", True, "threads"), ("kvikio", True, "kvikio"),
+    ("auto", False, "threads"), ("auto", True, "threads"), ("threads", True, "threads"), ("kvikio", True, "kvikio"),
 ])  # fmt: skip
 def test_the_engine_that_fits_is_chosen(
     io: str, cuda: bool, found: str, kvikio: dict[str, object], monkeypatch: pytest.MonkeyPatch
