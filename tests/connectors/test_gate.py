@@ -111,6 +111,18 @@ def test_reading_counts_for_what_is_on_nvme() -> None:
     assert not gate(copy_s_per_gib=20.0).worth(tokens, tokens * KV)
 
 
+def test_the_first_hit_on_nvme_says_how_long_the_next_will_take() -> None:
+    """Of an engine that has computed one step and loaded nothing: a second hit is not read in vain."""
+    made = Gate()
+    tokens = 20_000
+    made.step(8192, 8192 / PREFILL)
+    assert made.worth_reading(tokens, tokens * KV, tokens * KV)
+    made.read(1 << 30, 2.0)
+    assert not made.worth_reading(tokens, tokens * KV, tokens * KV)
+    made.read(1 << 30, 0.1)
+    assert made.worth_reading(tokens, tokens * KV, tokens * KV), "of the first few the best counts"
+
+
 def test_small_and_impossible_measurements_are_left_out() -> None:
     made = gate()
     for _ in range(MEASUREMENTS):

@@ -9,7 +9,7 @@ from typing import Final
 MEASUREMENTS: Final = 8
 """The last ones of each speed; their median counts."""
 ENOUGH: Final = 3
-"""With fewer measurements than these a speed counts as unknown."""
+"""Of fewer measurements than these none counts, or the best: what comes first is slowed down by much that comes only once."""
 PROBE_EVERY: Final = 16
 """One in this many refused hits is loaded all the same: else what made loads look slow would never be seen to have passed."""
 MAX_SESSIONS: Final = 64
@@ -49,10 +49,15 @@ class Steps:
 
 
 class Speed:
-    """The median of the last measurements; 0 while there are too few."""
+    """The median of the last measurements.
 
-    def __init__(self) -> None:
+    Args:
+        from_first: whether the best of the first few counts; else the speed is unknown, 0, until there are enough.
+    """
+
+    def __init__(self, *, from_first: bool = False) -> None:
         self._last: deque[float] = deque(maxlen=MEASUREMENTS)
+        self._from_first = from_first
 
     def add(self, value: float) -> None:
         """Take in a measurement."""
@@ -60,12 +65,18 @@ class Speed:
 
     @property
     def value(self) -> float:
-        """The median."""
-        return median(self._last) if len(self._last) >= ENOUGH else 0.0
+        """The median; 0 while unknown."""
+        if len(self._last) >= ENOUGH:
+            return median(self._last)
+        return max(self._last, default=0.0) if self._from_first else 0.0
 
 
 class Gate:
     """Compares loading with computing. As long as a speed is not known, every hit is worth loading.
+
+    A hit on NVMe that is not loaded costs what it costs to compute it, and one that is loaded in vain much more: so what computing
+    and reading take is known from the first step and the first such hit on. A hit in CPU memory is nearly always worth it, and is
+    refused only once several were slow.
 
     Attributes:
         prefill_tokens_per_s: of steps of the engine.
@@ -75,10 +86,10 @@ class Gate:
     """
 
     def __init__(self) -> None:
-        self.prefill_tokens_per_s = Speed()
+        self.prefill_tokens_per_s = Speed(from_first=True)
         self.load_bytes_per_s = Speed()
         self.load_overhead_s = Speed()
-        self.read_bytes_per_s = Speed()
+        self.read_bytes_per_s = Speed(from_first=True)
         self._sessions: set[bytes] = set()
         self._refused = 0
 
@@ -117,9 +128,9 @@ class Gate:
     def worth_reading(self, tokens: int, stored: int, nbytes: int) -> bool:
         """As ``worth``, for what is on NVMe only: ``stored`` bytes have to be read first."""
         speed, reading = self.load_bytes_per_s.value, self.read_bytes_per_s.value
-        if not speed or not reading:
+        if not reading:
             return True
-        return self._faster(tokens, stored / reading + nbytes / speed + self.load_overhead_s.value)
+        return self._faster(tokens, stored / reading + (nbytes / speed if speed else 0.0) + self.load_overhead_s.value)
 
     def _faster(self, tokens: int, load_s: float) -> bool:
         recompute_s = self.recompute_s(tokens)
