@@ -116,7 +116,7 @@ def main():
     parser.add_argument("--address", default="")
     parser.add_argument("--extra", default="{}", help="more of kv_connector_extra_config, as JSON")
     parser.add_argument("--folder", help="of the files of fs")
-    parser.add_argument("--host", default="tcp://localhost", help="of the LMCache server")
+    parser.add_argument("--host", default="tcp://127.0.0.1", help="of the LMCache server")
     parser.add_argument("--port", type=int, default=5555, help="of the LMCache server")
     parser.add_argument("--before-hit", help="a shell command before each hit of the tier")
     parser.add_argument("--output", help="append the lines to this file too")

@@ -6,7 +6,7 @@
 #   cpu      kvtierd's CPU tier, twice: the second engine finds what the first one saved
 #   hbm      kvtierd's HBM tier, likewise     fs       vLLM's tiers of CPU memory and files, twice
 #   nvme     kvtierd's NVMe: saved by one engine, written down by a stop of the daemon, and each hit of a second engine read from disk
-#   lmcache  an LMCache server that listens on port 5555 already (LMCACHE_HOST, tcp://localhost)
+#   lmcache  an LMCache server that listens on port 5555 already (its address is LMCACHE_HOST, tcp://127.0.0.1)
 set -euo pipefail
 out=$(mkdir -p "${1:?usage: ttft.sh OUT [LENGTHS] [RUN...]}" && cd "$1" && pwd)
 lengths=${2:-4096,16384,32768,65536}
@@ -14,7 +14,7 @@ runs=("${@:3}")
 [ ${#runs[@]} -gt 0 ] || runs=(cpu hbm offload none fs nvme)
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-work=$(mktemp -d "${KVTIERD_BENCH_FOLDER:-/tmp}/kvtierd-ttft-XXXXXX")
+work=$(mktemp -d) # TMPDIR says on which disk
 daemon=
 stop() { [ -z "$daemon" ] || { kill "$daemon" 2>/dev/null && wait "$daemon" || true; daemon=; }; }
 trap 'stop; rm -rf "$work"' EXIT
@@ -58,8 +58,8 @@ for run in "${runs[@]}"; do
         rm -rf "$work/fs"
         ;;
     lmcache)
-        ttft lmcache --host "${LMCACHE_HOST:-tcp://localhost}"
-        ttft lmcache --host "${LMCACHE_HOST:-tcp://localhost}" --label lmcache-restart
+        PYTHONHASHSEED=0 ttft lmcache --host "${LMCACHE_HOST:-tcp://127.0.0.1}"
+        PYTHONHASHSEED=0 ttft lmcache --host "${LMCACHE_HOST:-tcp://127.0.0.1}" --label lmcache-restart
         ;;
     *) ttft "$run" ;;
     esac
