@@ -228,8 +228,7 @@ class SegmentTable:
             folder.note_write_error(e)
             return 0
 
-    @staticmethod
-    def _make_file(folder: Folder, segment: Segment) -> None:
+    def _make_file(self, folder: Folder, segment: Segment) -> None:
         final = folder.file(segment_name(segment.extent_id, segment.slot_bytes, segment.slot_count))
         temporary = final + ".tmp"
         if os.path.lexists(final):
@@ -239,10 +238,19 @@ class SegmentTable:
             os.posix_fallocate(fd, 0, segment.size_bytes)
             os.rename(temporary, final)
         except OSError:
-            os.unlink(temporary)
+            self._delete_unfinished(folder, temporary, segment.size_bytes)
             raise
         finally:
             os.close(fd)
+
+    def _delete_unfinished(self, folder: Folder, path: str, size_bytes: int) -> None:
+        try:
+            os.unlink(path)
+        except OSError as e:
+            # As with a file that was used: its bytes count until the next start deletes it.
+            log.error("%s cannot be deleted: %s", path, e)
+            with self._lock:
+                folder.used_bytes += size_bytes
 
     def close(self) -> None:
         """Delete what is dropped and close all files."""

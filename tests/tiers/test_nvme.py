@@ -232,6 +232,27 @@ def test_a_full_disk_is_no_space_and_leaves_nothing_half_made(tmp_path: Path, mo
     store.close()
 
 
+def test_an_unfinished_segment_that_cannot_be_deleted_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, _ = open_store(config_for(tmp_path, capacity=8 * MIB))
+    store.register_realm(REALM)
+    store.add_extent(1, SLOT, 4 * MIB // SLOT)
+    store.add_extent(2, SLOT, 4 * MIB // SLOT)
+
+    def broken(*_: object) -> None:
+        raise OSError(errno.EIO, "broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.rename", broken)
+        patch.setattr("os.unlink", broken)
+        assert put(store, 0) == [Result.IO_ERROR]
+    (left,) = tmp_path.glob("*.tmp")
+    assert store.write([block(REALM, 1, 2, slot_id(2, 0))]) == [Result.NO_SPACE]
+    store.close()
+    store, _ = open_store(config_for(tmp_path, capacity=8 * MIB))
+    assert not left.exists()
+    store.close()
+
+
 def test_extents_beyond_the_capacity_are_no_space(tmp_path: Path) -> None:
     store, _ = open_store(config_for(tmp_path, capacity=8 * MIB))
     store.register_realm(REALM)
