@@ -67,8 +67,8 @@ class Journal:
         self._snapshot = 0
         """Number of the snapshot that was committed last; 0 for none."""
         self._handle = -1
-        self._unfinished = ""
-        """Path of a snapshot that was begun."""
+        self._spare: list[str] = []
+        """Paths of snapshots to delete: one that was begun and does not count yet, or the one before that which counts."""
         self._lost_floors = False
         """A header was damaged, and with it the highest generation in use before the file."""
 
@@ -207,20 +207,24 @@ class Journal:
         self.append(b"")
 
     def begin_snapshot(self) -> str:
-        """Begin a new journal and return the path that the snapshot is to be written to, header included. Raises OSError."""
+        """Begin a new journal and return the path that the snapshot is to be written to, header included. Raises OSError, also as
+        long as a former one cannot be deleted: there are never more than two."""
+        self.abort_snapshot()
         with self._lock:
             header = FileHeader(self._sequence + 1, self._pool_id, *self._floors())
             self._start_file(header)
-        path = self._unfinished = self._path("snapshot", header.sequence) + ".tmp"
+        path = self._path("snapshot", header.sequence) + ".tmp"
+        self._spare.append(path)
         with open(path, "wb") as f:
             f.write(header.pack())
         return path
 
     def abort_snapshot(self) -> None:
-        """Delete a snapshot that was begun and not committed."""
-        path, self._unfinished = self._unfinished, ""
-        if path and os.path.exists(path):
-            os.unlink(path)
+        """Delete a snapshot that was begun and not committed, and one that was replaced and is still there. Raises OSError."""
+        while self._spare:
+            if os.path.exists(self._spare[0]):
+                os.unlink(self._spare[0])
+            del self._spare[0]
 
     def commit_snapshot(self, path: str) -> None:
         """Make a finished snapshot the one that counts and delete what it replaces. Raises OSError."""
@@ -228,12 +232,13 @@ class Journal:
         with open(path, "rb") as f:
             os.fsync(f.fileno())
         os.rename(path, path.removesuffix(".tmp"))
+        self._spare = [path.removesuffix(".tmp")]
         self._folder.sync()
         with self._lock:
             old, self._snapshot = self._snapshot, number
             done = sorted(n for n in self._sizes if n < number - 1)
-        if old:
-            os.unlink(self._path("snapshot", old))
+        self._spare = [self._path("snapshot", old)] if old else []
+        self.abort_snapshot()
         for journal in done:
             os.unlink(self._path("journal", journal))
             with self._lock:

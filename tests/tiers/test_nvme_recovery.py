@@ -6,11 +6,13 @@ Method: write, crash (descriptors closed, nothing flushed) at each step, open ag
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import random
 import signal
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -371,6 +373,37 @@ async def test_a_snapshot_that_fails_leaves_the_former_state(tmp_path: Path) -> 
     crash(store)
     again, recovered = open_store(config_for(tmp_path))
     assert names_of(recovered) == [0, 1]
+    again.close()
+
+
+@pytest.mark.parametrize("step", ["listing", "syncing", "done"])
+async def test_snapshots_that_cannot_be_deleted_never_pile_up(tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Method: nothing can be deleted, and several snapshots come as far as that; then all is well again."""
+    store = started(tmp_path, 0)
+    listed = [entry(0, 1, slot_id(1, 0))]
+
+    def broken(*_: object) -> None:
+        raise OSError(errno.EIO, "broken")
+
+    async def listing() -> AsyncIterator[list[Entry]]:
+        yield listed
+        if step == "listing":
+            broken()
+
+    assert await store.checkpoint(chunks_of(listed)) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr("os.unlink", broken)
+        if step == "syncing":
+            patch.setattr("kvtierd.tiers.folder.Folder.sync", broken)
+        for _ in range(4):
+            with pytest.raises(OSError, match="broken"):
+                await store.checkpoint(listing())
+    assert len(list(tmp_path.glob("snapshot-*"))) == 2
+    assert await store.checkpoint(chunks_of(listed)) == 1
+    assert len(list(tmp_path.glob("snapshot-*"))) == 1
+    crash(store)
+    again, recovered = open_store(config_for(tmp_path))
+    assert names_of(recovered) == [0]
     again.close()
 
 
