@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvtierd.config import NvmeConfig
 from kvtierd.errors import StartupError
 from kvtierd.tiers.folder import Folder, segment_name, work_on
+from kvtierd.tiers.record import Records
+from kvtierd.tiers.recovery import live_extents
 
 log = logging.getLogger(__name__)
 
@@ -60,40 +62,43 @@ def drop_doubles(folders: Sequence[Folder]) -> None:
                 os.unlink(older[1])
 
 
-def fit_capacity(folders: Sequence[Folder], capacity_bytes: int) -> None:
-    """Delete whole segments, oldest first, until the rest fits a capacity that was lowered.
+def fit_capacity(folders: Sequence[Folder], capacity_bytes: int, logs: Mapping[int, Sequence[Records]]) -> None:
+    """Delete segments until the rest fits: a capacity was lowered, or a power cut brought back what had been deleted.
 
-    Files shorter than their name says (after a power cut, or somebody else's) are used while there is room, and cost no other.
-    Raises FolderFailedError.
+    A segment counts with the size that its name says, whatever is left of it. Those that hold no block by the journal go first,
+    then those that have lost a part, then the oldest.
+
+    Args:
+        folders: where segments are.
+        capacity_bytes: what all of them may take.
+        logs: the records of each folder, by its identity.
+
+    Raises:
+        FolderFailedError: a device answers with an error.
     """
-    whole: list[tuple[int, int, str, Folder]] = []
-    short: list[tuple[int, int, str, Folder]] = []
+    found: list[tuple[int, bool, int, str, Folder]] = []
     for folder in folders:
         with work_on(folder):
             for extent_id, slot_bytes, slot_count in folder.segments():
-                size, name = slot_bytes * slot_count, segment_name(extent_id, slot_bytes, slot_count)
-                is_whole = os.stat(folder.file(name)).st_size == size
-                (whole if is_whole else short).append((extent_id, size, name, folder))
-    total = sum(size for _, size, _, _ in whole)
-    count = dropped = 0
-    for _, size, name, folder in sorted(whole, key=lambda s: s[:3]):
-        if total - dropped <= capacity_bytes:
+                size, path = slot_bytes * slot_count, folder.file(segment_name(extent_id, slot_bytes, slot_count))
+                found.append((extent_id, os.stat(path).st_size == size, size, path, folder))
+    total = left = sum(size for _, _, size, _, _ in found)
+    if total <= capacity_bytes:
+        return
+    live = {id(folder): live_extents(logs[id(folder)]) for folder in folders}
+    count = costly = 0
+    for extent_id, _, size, path, folder in sorted(found, key=lambda s: (s[0] in live[id(s[4])], s[1], s[0])):
+        if left <= capacity_bytes:
             break
         with work_on(folder):
-            os.unlink(folder.file(name))
-        dropped += size
+            os.unlink(path)
+        left -= size
         count += 1
-    room = capacity_bytes - total + dropped
-    for _, size, name, folder in sorted(short, key=lambda s: s[0]):
-        if size > room:
-            folder.ignore(name, "it is shorter than its name says, and there is no room for that")
-        else:
-            room -= size
-    if count:
-        log.warning(
-            "segments take %d bytes, the capacity allows %d: the oldest %d segments (%d bytes) were deleted with their blocks",
-            total, capacity_bytes, count, dropped,
-        )  # fmt: skip
+        costly += extent_id in live[id(folder)]
+    log.warning(
+        "segments take %d bytes, the capacity allows %d: %d segments (%d bytes) were deleted, %d of them with blocks",
+        total, capacity_bytes, count, total - left, costly,
+    )  # fmt: skip
 
 
 def usable_bytes_of(config: NvmeConfig, folders: Sequence[Folder], lost: int) -> int:

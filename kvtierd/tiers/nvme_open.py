@@ -168,7 +168,7 @@ class _Opening:
             if id(folder) in plan.stale:
                 logs[id(folder)] = self._load_journal(folder, plan.pool)
         drop_doubles(folders)
-        fit_capacity(folders, journal_limits(config)[0])
+        fit_capacity(folders, journal_limits(config)[0], {folder_id: records for folder_id, (records, _) in logs.items()})
         usable_bytes = usable_bytes_of(config, folders, lost=len(self._lost))
         lost = {path: str(error) for path, error in self._lost.items()}
         cipher = cipher_of(self._key, plan.pool.pool_id) if self._key is not None else None

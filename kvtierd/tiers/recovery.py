@@ -84,6 +84,12 @@ class LiveBlocks:
             yield from zip(*columns, slots, expiries_s(first).tolist(), strict=True)
 
 
+def live_extents(records: Sequence[Records]) -> frozenset[int]:
+    """Ids of the extents that hold a block, by what a folder's records say."""
+    live = _last_of_each_slot(np.concatenate([np.empty(0, RECORD_DTYPE), *records]))
+    return frozenset(np.unique(live["slot"] >> SLOT_INDEX_BITS).tolist())
+
+
 def _within(records: Records, ids: frozenset[int], extents: Mapping[int, RecoveredExtent]) -> Mask:
     """Which records lie in segments that the folder holds."""
     known = np.array(sorted(ids), "<u8")

@@ -156,6 +156,7 @@ RECOVERING = [
         'np.logical_and.reduceat(fits, starts) & (counts == ordered["shards"][starts])',
         "np.ones(len(starts), bool)",
     ),
+    Mutation("segments that do not fit are kept", "kvtierd.tiers.nvme_open:fit_capacity", "total <= capacity_bytes", "total"),
     Mutation("snapshots drop all journals", JOURNAL + "commit_snapshot", "n < number - 1", "n <= number"),
     Mutation(
         "a snapshot leaves blocks out", "kvtierd.core.tier_core:TierCore.nvme_entries", "for key in keys:", "for key in keys[1:]:"

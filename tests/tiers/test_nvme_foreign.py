@@ -102,12 +102,10 @@ FOREIGN: dict[str, Callable[[Path], Path]] = {
     "id with zeros": copy_of_a_segment(f"segment-007-{SLOT}-{SLOTS}.kv"),
     "digits of another script": copy_of_a_segment(f"segment-\u0663-{SLOT}-{SLOTS}.kv"),
     "same id, other shape": copy_of_a_segment(f"segment-2-{2 * SLOT}-{SLOTS // 2}.kv"),
-    "huge count": file_of("segment-70-8192-4000000000.kv", b"x" * 8192),
     "count beyond 32 bits": file_of("segment-70-8192-99999999999999.kv", b""),
     "count 0": file_of("segment-70-8192-0.kv", b""),
     "slots of a byte": file_of("segment-70-1-100.kv", bytes(100)),
     "longer than it says": file_of("segment-70-8192-1.kv", bytes(9000)),
-    "short, and no room": file_of(f"segment-70-{MIB}-15.kv", bytes(MIB)),
     "segment that is a folder": folder_of(f"segment-70-{SLOT}-{SLOTS}.kv"),
     "segment that is a pipe": pipe_of(f"segment-70-{SLOT}-{SLOTS}.kv"),
     "unfinished folder": folder_of("segment-1-8192-3.kv.tmp"),
@@ -152,6 +150,43 @@ def test_a_segment_that_lost_its_end_is_used_while_there_is_room(filled: Path) -
     store.drop_extent(3)
     store.close()
     assert not list(filled.glob("segment-3-*"))
+
+
+def whole(extent_id: int) -> tuple[str, int]:
+    """Name and size of a segment like those that are there."""
+    return f"segment-{extent_id}-{SLOT}-{SLOTS}.kv", SLOT * SLOTS
+
+
+BACK: dict[str, dict[str, int]] = {
+    "short ones": {f"segment-70-{MIB}-15.kv": MIB, f"segment-71-{MIB}-4.kv": 0},
+    "whole ones": dict(map(whole, range(5, 9))),
+    "both": {f"segment-5-{MIB}-4.kv": 3 * MIB, **dict(map(whole, range(6, 9)))},
+    "one of no size that there can be": {"segment-70-8192-4000000000.kv": 8192},
+}
+
+
+@pytest.mark.parametrize("files", BACK.values(), ids=BACK)
+def test_what_a_power_cut_brings_back_goes_where_it_does_not_fit(filled: Path, files: dict[str, int]) -> None:
+    """Goal: segments that were deleted, and are there again, neither pass the capacity nor cost a block that the journal knows."""
+    for name, size_bytes in files.items():
+        (filled / name).write_bytes(bytes(size_bytes))
+    store, recovered = open_store(config_for(filled, capacity=CAPACITY))
+    assert len(list(recovered.blocks)) == 4 * SLOTS
+    assert sum(e.slot_bytes * e.slot_count for e in recovered.extents) <= store.capacity_bytes
+    assert len(list(filled.glob("segment-*"))) == len(recovered.extents), "each file is in use, and is counted with its full size"
+    store.close()
+
+
+def test_where_blocks_must_go_those_in_segments_that_lost_a_part_go_first(filled: Path) -> None:
+    """Method: removals, after which the second segment holds nothing, and a third that lost its end; then a lower capacity."""
+    store, _ = open_store(config_for(filled, capacity=CAPACITY))
+    store.forget([block(REALM, (2, i), 20 + i, slot_id(2, i), filled=False) for i in range(SLOTS)])
+    store.close()
+    os.truncate(segment_path(filled, 3), SLOT)
+    for segments, left in [(3, [1, 3, 4]), (2, [1, 4]), (1, [4])]:
+        store, recovered = open_store(config_for(filled, capacity=(segments * SLOTS + 2) * SLOT))
+        assert [e.extent_id for e in recovered.extents] == left
+        store.close()
 
 
 def test_a_segment_never_takes_the_place_of_a_file_that_is_there(filled: Path) -> None:

@@ -135,7 +135,7 @@ def test_a_lowered_capacity_drops_whole_segments_oldest_first(tmp_path: Path, ca
         assert store.write([block(REALM, extent, extent, slot_id(extent, 0))]) == [Result.OK]
     store.close()
     store, recovered = open_store(config_for(tmp_path, capacity=20 * MIB))
-    assert "the oldest 2 segments" in caplog.text
+    assert "2 segments (16842752 bytes) were deleted, 2 of them with blocks" in caplog.text
     assert [key for _, key, *_ in recovered.blocks] == [key_of(3), key_of(4)]
     assert store.used_file_bytes() <= 20 * MIB
     store.close()
