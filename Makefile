@@ -28,6 +28,7 @@ VLLM_VERSION ?= 0.32.0
 VLLM_OLDEST := 0.23.0
 VLLM_VENV := .venv-vllm
 VLLM_OLDEST_VENV := .venv-vllm-oldest
+LOWEST_VENV := .venv-lowest
 # Images are looked after in an environment of its own too, and tried with the Python that they have.
 TOOLS := .venv-tools
 TOOLS_STAMP := $(TOOLS)/.$(shell sha256sum deploy/docker/locks/tools.txt 2>/dev/null | cut -c1-16)
@@ -50,7 +51,7 @@ DEMO_ARGS ?=
 BENCH_ARGS ?=
 TEST_ARGS ?=
 
-.PHONY: help venv demo demo-vllm test fuzz simulate campaign soak overload load test-slow test-helm test-prometheus test-vllm test-vllm-oldest lock container-check audit lint format proto proto-check proto-baseline docs chart bench bench-peers build clean
+.PHONY: help venv demo demo-vllm test fuzz simulate campaign soak overload load test-slow test-helm test-lowest test-prometheus test-vllm test-vllm-oldest lock container-check audit lint format proto proto-check proto-baseline docs chart bench bench-peers build clean
 
 help: ## show this list
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)$$/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -82,6 +83,13 @@ demo-vllm: $(BASE) ## see a chat through a real vLLM, without and with kvtierd, 
 
 test: $(DEV) ## run the quick tests
 	$(PYTEST) -m "not slow and not gpu" $(SIDE_BY_SIDE) $(TEST_ARGS)
+
+test-lowest: $(DEV) ## run a part of the tests with the lowest versions of packages that the bounds allow
+	@rm -rf $(LOWEST_VENV)
+	@$(PYTHON) -m venv $(LOWEST_VENV)
+	@$(BIN)/python -m tests.packaging.lowest > $(LOWEST_VENV)/requirements.txt
+	@$(LOWEST_VENV)/bin/python -m pip --disable-pip-version-check --quiet --no-input install -r $(LOWEST_VENV)/requirements.txt
+	$(LOWEST_VENV)/bin/python -m pytest -m "not slow and not gpu" tests/cli tests/client tests/service tests/tiers $(SIDE_BY_SIDE) $(TEST_ARGS)
 
 test-slow: $(DEV) ## run the slow tests, those of Helm and Prometheus apart
 	$(PYTEST) -m "slow and not gpu" --ignore=tests/helm --ignore=tests/observability $(TEST_ARGS) || { [ $$? -eq 5 ] && echo "no slow tests"; }
@@ -186,5 +194,5 @@ audit: $(TOOLS_STAMP) ## ask PyPI for known vulnerabilities of the packages in t
 	    $(TOOLS)/bin/pip-audit --strict --require-hashes --disable-pip -r deploy/docker/locks/$$lock.txt; done
 
 clean: ## remove what make has made
-	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_OLDEST_VENV) $(TOOLS) .prometheus build dist out .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(LOWEST_VENV) $(VLLM_VENV) $(VLLM_OLDEST_VENV) $(TOOLS) .prometheus build dist out .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find kvtierd tests loadtest -name __pycache__ -type d -prune -exec rm -rf {} +
