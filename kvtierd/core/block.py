@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class CopyState(IntEnum):
-    """State of a copy; ABSENT is the state before the first and after the last."""
+    """State of a copy; ABSENT is the state before the first and after the last, and of a place (``core/packing.py``)."""
 
     ABSENT = 0
     FILLING = 1

@@ -21,7 +21,10 @@ class Priority(IntEnum):
 
 @dataclass(slots=True, eq=False)
 class Move:
-    """Copying one block from one tier to another. ``src`` is pinned and ``dst`` is FILLING until the result is in."""
+    """Copying one block from one tier to another. ``src`` is pinned and ``dst`` is FILLING until the result is in.
+
+    Within CPU memory ``dst`` is a place (``core/packing.py``); shards whose slots are the same in both do not move.
+    """
 
     move_id: int
     src: Copy
@@ -35,10 +38,15 @@ class Move:
     """True when the source goes once it is clean, unless somebody used the block meanwhile."""
     waiters: list[tuple[ReadTicket, int]] = field(default_factory=list)
 
+    @property
+    def is_within(self) -> bool:
+        """True when the block stays on its tier."""
+        return self.src.tier is self.dst.tier
+
 
 @dataclass(frozen=True, slots=True)
 class StartMoves:
-    """Start moves of one direction and priority; slots that follow each other may be moved in one I/O."""
+    """Start moves of one direction and priority, also within CPU memory; slots that follow each other may be moved in one I/O."""
 
     src_tier: Tier
     dst_tier: Tier

@@ -46,7 +46,7 @@ class Demoter:
         self._space = space
         self._begin = begin
         self.down_bytes = 0
-        """Payload on its way down."""
+        """Payload on its way down, or to another extent."""
         self._leaving_bytes = [0, 0, 0]
         """By tier: dirty bytes that are being written down."""
         self._in_use: deque[Copy] = deque()
@@ -80,17 +80,21 @@ class Demoter:
         state = self._state
         started: dict[tuple[Tier, Tier], list[Move]] = {}
 
+        def note(move: Move) -> None:
+            started.setdefault((move.src.tier, move.dst.tier), []).append(move)
+
         def start(copy: Copy, why: str, *, drop: bool) -> bool:
             move = self._demote(now, copy, why, drop=drop)
             if move is not None:
-                started.setdefault((copy.tier, move.dst.tier), []).append(move)
+                note(move)
             return move is not None
 
         for _ in range(min(len(state.demote_wanted), MAX_STEPS_PER_TICK)):
             if self.is_full:
                 break
             copy, why = state.demote_wanted.popleft()
-            self._leave(now, copy, why, start)
+            if copy.state is CopyState.READY and not copy.pins and state.is_draining(copy):
+                self._leave(now, copy, why, start, note)
         while state.draining and self._in_use and not self.is_full:
             copy = self._in_use.popleft()
             if copy.state is CopyState.READY and not copy.is_clean and self._may_go(now, copy):
@@ -108,11 +112,21 @@ class Demoter:
         for (src, dst), moves in started.items():
             state.commands.append(StartMoves(src, dst, Priority.DEMOTE, tuple(moves)))
 
-    def _leave(self, now: float, copy: Copy, why: str, start: _Starter) -> None:
-        """A copy whose extent drains: forget it when it is clean or not admitted below, else write it down."""
-        state = self._state
-        if copy.state is not CopyState.READY or copy.pins:
-            return
+    def _leave(self, now: float, copy: Copy, why: str, start: _Starter, note: Callable[[Move], None]) -> None:
+        """A copy whose extent drains: move it to another extent, or keep both, where a reserve may keep it. Else forget it when it
+        is clean or not admitted below, or write it down.
+        """
+        state, packer = self._state, self._space.packer
+        if packer.packs(copy):
+            place = packer.place(copy)
+            if place is not None:
+                move = self._begin(now, copy, place, "packed")
+                self.down_bytes += move.size_bytes
+                note(move)
+                return
+            if packer.keeps(copy):
+                packer.stay(copy)
+                return
         if copy.is_clean or not self._may_go(now, copy):
             state.evict(now, copy, "pressure")
         elif not start(copy, why, drop=True):
@@ -182,19 +196,22 @@ class Demoter:
         move = self._begin(now, source, target, why)
         move.drop_source = drop
         self.down_bytes += move.size_bytes
-        self._leaving(source, 1)
+        self._leaving(move, 1)
         state.goes_down(now, target)
         return move
 
-    def _leaving(self, source: Copy, sign: int) -> None:
-        realm = source.block.realm
-        self._leaving_bytes[source.tier] += sign * realm.tier_bytes[source.tier]
-        realm.tenant.leaving_bytes[source.tier] += sign * realm.tier_bytes[source.tier]
+    def _leaving(self, move: Move, sign: int) -> None:
+        realm, tier = move.src.block.realm, move.src.tier
+        self._leaving_bytes[tier] += sign * realm.tier_bytes[tier]
+        realm.tenant.leaving_bytes[tier] += sign * realm.tier_bytes[tier]
+        if move.drop_source:
+            realm.tenant.going_bytes[tier] += sign * realm.tier_bytes[tier]
 
     def ended(self, move: Move) -> None:
-        """A move down has ended, well or not."""
+        """A move down, or within its tier, has ended, well or not."""
         self.down_bytes -= move.size_bytes
-        self._leaving(move.src, -1)
+        if not move.is_within:
+            self._leaving(move, -1)
 
     def _expire_idle(self, now: float, start: _Starter) -> None:
         """Apply the TTLs: spare copies go, others are written down first."""

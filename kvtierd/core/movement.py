@@ -242,7 +242,9 @@ class Mover:
         else:
             self._down.ended(move)
         state.counts.moves[(move.src.tier, move.dst.tier, result.value)] += 1
-        if result is Result.OK:
+        if move.is_within:
+            self._space.packer.settle(now, move, result)
+        elif result is Result.OK:
             state.counts.move_bytes[(move.src.tier, move.dst.tier)] += move.size_bytes
             if move.priority is Priority.DEMOTE:
                 state.counts.demotions[(move.src.tier, move.why)] += 1

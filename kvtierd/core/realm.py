@@ -29,6 +29,8 @@ class Tenant:
     used_bytes: list[int] = field(default_factory=lambda: [0, 0, 0])
     leaving_bytes: list[int] = field(default_factory=lambda: [0, 0, 0])
     """By tier: bytes that are being written down."""
+    going_bytes: list[int] = field(default_factory=lambda: [0, 0, 0])
+    """By tier: those of them that go then, unless somebody uses them meanwhile."""
     notable_bytes: list[int] = field(default_factory=lambda: [0, 0, 0])
     """By tier: whoever grows beyond this may have to be looked after (see ``core/shares.py``)."""
     largest_bytes: int = 0

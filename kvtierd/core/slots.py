@@ -249,6 +249,12 @@ class SlotPool:
         assert owners[slot_index(slot)] is None
         owners[slot_index(slot)] = copy
 
+    def hand_over(self, slot: int, copy: Copy) -> None:
+        """Give a slot that is in use to another owner."""
+        extent = self.extents[slot_extent(slot)]
+        extent.owners[slot_index(slot)] = copy
+        extent.used_at_s = max(extent.used_at_s, copy.block.used_at_s)
+
     def free(self, slot: int) -> None:
         """Return a slot. An extent that drains and becomes empty is retired."""
         extent = self.extents[slot_extent(slot)]
@@ -272,6 +278,13 @@ class SlotPool:
             self.retire(extent)
         else:
             self.leaving.add(extent.extent_id)
+
+    def undrain(self, extent: Extent) -> None:
+        """An extent that drains stays after all."""
+        extent.draining = False
+        self.leaving.discard(extent.extent_id)
+        if extent.has_free:
+            extent.group.open[extent.extent_id] = extent
 
     def unmade(self, extent_id: int, now: float) -> set[Copy]:
         """Give up an extent that could not be made. Returns the copies in it; it goes when the last of them has gone."""
@@ -312,9 +325,9 @@ class SlotPool:
             return True
         return len(self.leaving) < MAX_LEAVING_EXTENTS and self.asked_long_ago(now)
 
-    def asked_long_ago(self, now: float) -> bool:
+    def asked_long_ago(self, now: float, pause_s: float = LEAVING_PAUSE_S) -> bool:
         """True when no extent was sent away for another group for a while."""
-        return now >= self._asked_s + LEAVING_PAUSE_S
+        return now >= self._asked_s + pause_s
 
     def asked(self, now: float) -> None:
         """Note that an extent was sent away for another group."""

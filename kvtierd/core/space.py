@@ -2,8 +2,9 @@
 
 Order of preference on a tier: a free slot; a new extent; an extent of another group that is empty; then what ``core/shares.py``
 says must give way first; then by age, either the own least recently used copy that also exists below, or a whole extent of another
-group when all of it is older than that. A copy that exists nowhere else is only taken when it cannot be written down (no lower
-tier, or the device refuses writes): otherwise it is written down first and the caller is told to come back.
+group when all of it is older than that; at last, in CPU memory, an extent whose copies a reserve keeps and that can move together
+(``core/packing.py``). A copy that exists nowhere else is only taken when it cannot be written down (no lower tier, or the device
+refuses writes): otherwise it is written down first and the caller is told to come back.
 
 A copy that is written down never replaces one that is as new or newer and still has a copy above, by age: that one would only have
 to be written down again, and where a lower tier is the smaller one this would go on for ever.
@@ -12,10 +13,12 @@ to be written down again, and where a lower tier is the smaller one this would g
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Final
 
 from kvtierd.core.block import Copy, CopyState
 from kvtierd.core.limits import TenantClass
+from kvtierd.core.packing import Packer
 from kvtierd.core.realm import Realm, Tenant
 from kvtierd.core.shares import WANT_S, Claim, Shares
 from kvtierd.core.slots import Extent, Group
@@ -27,6 +30,8 @@ _NOBODY: Final = (None, 0.0)
 ANY_AGE_S: Final = float("inf")
 IN_VAIN_S: Final = 0.1
 """How long a tenant that may take room of a few only does not look again after it found none of theirs."""
+COMING_S: Final = 10.0
+"""How long room that is on its way is waited for before copies within a reserve go whose tenant holds more memory than that."""
 MAX_SCANNED: Final = 64
 """Extents, the coldest, that are looked at for one that may go, where there is another way."""
 MAX_EVICTIONS_PER_GRANT: Final = 256
@@ -38,8 +43,11 @@ class Space:
 
     def __init__(self, state: CoreState) -> None:
         self._state = state
+        self.packer = Packer(state)
         self.hungry: dict[int, Realm] = {}
         """Realms that were refused because nothing could be taken until something is written down."""
+        self._nothing_packs_until_s = 0.0
+        """Until when nobody who has another way looks again for an extent whose copies can move together."""
         self._in_vain: dict[Tier, tuple[Realm, float]] = {}
         """Who was the last to find no extent although it may take those of a few only, and until when it need not look again."""
 
@@ -226,6 +234,8 @@ class Space:
             foreign = pool.coldest_extent(now, before_s, lambda e: not is_own(e.group) and not self._holds_kept(e))
         else:
             foreign = self._foreign_extent(now, tier, realm, claim, before_s, has_victim=victim is not None)
+            if foreign is None and tier is Tier.CPU:
+                foreign = self._packed_extent(now, realm, group, has_victim=victim is not None)
         if foreign is not None:
             pool.asked(now)
             self.drain_extent(now, tier, foreign)
@@ -265,6 +275,28 @@ class Space:
             found = coldest_of(above)
         return found or pool.coldest_extent(now, before_s, may_go, most)
 
+    def _packed_extent(self, now: float, realm: Realm, group: Group, *, has_victim: bool) -> Extent | None:
+        """The extent in CPU memory that goes although its tenant's reserve keeps what is in it, because that can move elsewhere.
+
+        For a group that has nothing and can give up nothing, also one of a tenant whose other extents are as much as its reserve,
+        where no other room is on its way.
+        """
+        pool, packer = self._state.pools[Tier.CPU], self.packer
+        if not self._state.shares.has_reserve(Tier.CPU) or (has_victim and now < self._nothing_packs_until_s):
+            return None
+
+        def coldest(may_go: Callable[[Extent], bool]) -> Extent | None:
+            most = MAX_SCANNED if has_victim else None
+            return pool.coldest_extent(now, ANY_AGE_S, lambda e: e.group.realm_id != realm.realm_id and may_go(e), most)
+
+        found = coldest(packer.can_empty)
+        if found is None:
+            self._nothing_packs_until_s = now + IN_VAIN_S
+            is_coming = (pool.leaving or pool.retiring) and not pool.asked_long_ago(now, COMING_S)
+            if not has_victim and not group.extents and not is_coming:
+                found = coldest(packer.is_beyond)
+        return found
+
     def _owner(self, extent: Extent) -> Tenant | None:
         """The tenant of an extent in memory; None when its realm was forgotten."""
         realm = self._state.realms.get(extent.group.realm_id)
@@ -290,14 +322,14 @@ class Space:
         return any(Shares.keeps(r.tenant, Tier.NVME, r.tier_bytes[Tier.NVME]) for r in dict.fromkeys(owners))
 
     def drain_extent(self, now: float, tier: Tier, extent: Extent) -> None:
-        """Empty an extent, so that its room can go to another group: forget what exists below, write down the rest."""
+        """Empty an extent, so that its room can go to another group: forget what exists below, move or write down the rest."""
         state = self._state
         state.pools[tier].drain(extent)
         for owner in list(extent.owners):
             if owner is None or owner.state is not CopyState.READY or owner.pins:
                 continue  # comes back through unpin
             realm = owner.block.realm
-            if owner.is_clean or not state.turns.can_demote(realm, tier, now):
+            if not self.packer.packs(owner) and (owner.is_clean or not state.turns.can_demote(realm, tier, now)):
                 state.evict(now, owner, "pressure")
             else:
                 state.demote_wanted.append((owner, "extent"))

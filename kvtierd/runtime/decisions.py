@@ -70,7 +70,7 @@ def tell_moves(command: StartMoves) -> None:
     """Tell of moves that start."""
     moves = command.moves
     tell(
-        "demote" if command.priority is Priority.DEMOTE else "promote",
+        "pack" if command.src_tier is command.dst_tier else "demote" if command.priority is Priority.DEMOTE else "promote",
         src=command.src_tier.name.lower(), dst=command.dst_tier.name.lower(),
         blocks=len(moves), bytes=sum(m.size_bytes for m in moves),
         why=",".join(sorted({m.why for m in moves})), first=short([moves[0].src.block.key]),

@@ -42,12 +42,12 @@ class CoreCounts(Protocol):
 
 
 class _EdgeCells:
-    """All cells of moves from one tier to another."""
+    """All cells of moves from one tier to another, or within CPU memory."""
 
     __slots__ = ("blocks", "failures", "moved_bytes", "seconds")
 
     def __init__(self, series: CoreSeries, src: Tier, dst: Tier) -> None:
-        labels = ("promote" if dst < src else "demote", TIERS[src], TIERS[dst])
+        labels = ("pack" if dst is src else "promote" if dst < src else "demote", TIERS[src], TIERS[dst])
         self.blocks = series.moved_blocks.cell(*labels)
         self.moved_bytes = series.moved_bytes.cell(*labels)
         self.failures = series.move_failures.cell(*labels)
@@ -65,10 +65,10 @@ class CoreSeries:
     def __init__(self, counter: Callable[..., CounterVec], histogram: Callable[..., HistogramVec]) -> None:
         edge = ("direction", "src", "dst")
         evictions = counter("evictions", "Copies forgotten, by tier and reason.", "tier", "reason")
-        self.moved_blocks = counter("moved_blocks", "Blocks promoted and demoted between tiers.", *edge)
-        self.moved_bytes = counter("moved_bytes", "Bytes promoted and demoted between tiers.", *edge)
-        self.move_failures = counter("move_failures", "Blocks whose promotion or demotion failed.", *edge)
-        self.move_seconds = histogram("move", "Time to move a batch of blocks between two tiers.", MOVE_S, *edge)
+        self.moved_blocks = counter("moved_blocks", "Blocks promoted, demoted, or moved together in CPU memory (pack).", *edge)
+        self.moved_bytes = counter("moved_bytes", "Bytes promoted, demoted, or moved together in CPU memory (pack).", *edge)
+        self.move_failures = counter("move_failures", "Blocks that could not be promoted, demoted or moved together.", *edge)
+        self.move_seconds = histogram("move", "Time to move a batch of blocks, between two tiers or together.", MOVE_S, *edge)
         refused = counter("nvme_not_admitted_blocks", "Blocks forgotten because they were not admitted to NVMe, by why.", "reason")
         past = counter("hbm_refused_blocks", "Blocks that went to CPU memory although their engine can open GPU memory.", "reason")
         self._not_in_hbm = {why: past.cell(why) for why in NOT_IN_HBM}
@@ -76,7 +76,7 @@ class CoreSeries:
         self._not_admitted = {why: refused.cell(why) for why in (*REFUSALS, OTHER)}
         self._failed_commands = {name: failed.cell(name) for name in COMMANDS}
         self._evictions = {(tier, why): evictions.cell(TIERS[tier], why) for tier in Tier for why in EVICTION_REASONS}
-        self.edges = {(src, dst): _EdgeCells(self, src, dst) for src in Tier for dst in Tier if src != dst}
+        self.edges = {(src, dst): _EdgeCells(self, src, dst) for src in Tier for dst in Tier if src != dst or src is Tier.CPU}
 
     def take(self, counts: CoreCounts) -> None:
         """Bring the series up to what the core has counted."""

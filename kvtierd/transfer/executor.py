@@ -17,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+import numpy as np
+
 from kvtierd.core.commands import Move, Priority, StartMoves
 from kvtierd.errors import StartupError
 from kvtierd.model import Result, Tier
@@ -51,7 +53,7 @@ class MoveReport:
 
 
 class Executor:
-    """Moves blocks between CPU memory and the stores around it. Belongs to one event loop."""
+    """Moves blocks between CPU memory and the stores around it, and within CPU memory. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -146,12 +148,24 @@ class Executor:
 
     def _run(self, job: StartMoves) -> tuple[list[Result], float, float]:
         began_s = time.monotonic()
+        if job.src_tier is job.dst_tier:
+            for move in job.moves:
+                self._copy(move)
+            return [Result.OK] * len(job.moves), began_s, time.monotonic()
         fills = job.dst_tier is Tier.CPU
         store = self._stores[job.src_tier if fills else job.dst_tier]
         blocks = [self._block_io(move, fills=fills) for move in job.moves]
         results = store.read(blocks) if fills else store.write(blocks)
         assert len(results) == len(blocks)
         return results, began_s, time.monotonic()
+
+    def _copy(self, move: Move) -> None:
+        """Copy a block within CPU memory, but for shards that stay where they are."""
+        sizes = move.src.block.realm.namespace.shard_bytes
+        for src, dst, size in zip(move.src.all_slots(), move.dst.all_slots(), sizes, strict=True):
+            if src != dst:
+                source, target = (np.frombuffer(self._memory.view(slot)[:size], np.uint8) for slot in (src, dst))
+                np.copyto(target, source)  # lets other threads run meanwhile
 
     def _block_io(self, move: Move, *, fills: bool) -> BlockIo:
         """What a store needs; ``fills`` says that CPU memory is the target."""

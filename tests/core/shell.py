@@ -209,7 +209,7 @@ class Shell:
             token = ("move", move.move_id)
             seen = self._read(move.src.tier, move.src.all_slots(), token)
             assert _is_block(seen, move.src.block), "a move reads the bytes of its block"
-            self._begin_write(move.dst.tier, move.dst.all_slots(), token)
+            self._begin_write(move.dst.tier, _moved_slots(move), token)
             self.moves[move.move_id] = (move, seen)
 
     def _forget(self, gone: Forget) -> None:
@@ -267,6 +267,8 @@ class Shell:
         source, target = move.src, move.dst
         assert [self.content.get((source.tier, s)) for s in source.all_slots()] == seen, "a source stays as it was"
         for slot, value in zip(target.all_slots(), seen, strict=True):
+            if slot not in _moved_slots(move):
+                continue
             assert self.writers[(target.tier, slot)] == token
             self.content[(target.tier, slot)] = value if result is Result.OK else ("garbage", move_id)
         if result is Result.OK and target.tier is Tier.NVME:
@@ -515,6 +517,12 @@ class Shell:
         changes.clear()
         blocks = [b for realm in self.core.state.realms.values() for b in realm.index.values()]
         assert self.followed == {(b.realm, b.key, tier) for b in blocks for tier in Tier if b.mask & tier.bit}
+
+
+def _moved_slots(move: Move) -> tuple[int, ...]:
+    """Slots that a move writes: within a tier, shards may stay where they are."""
+    stay = move.src.all_slots() if move.src.tier is move.dst.tier else ()
+    return tuple(slot for slot in move.dst.all_slots() if slot not in stay)
 
 
 def _is_block(seen: list[object], block: Block) -> bool:

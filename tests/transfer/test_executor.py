@@ -165,3 +165,25 @@ async def test_too_few_threads_are_noticed_at_the_start(monkeypatch: pytest.Monk
     monkeypatch.setattr(threading.Thread, "start", start_some)
     with pytest.raises(StartupError, match=r"8 threads.*ulimit -u.*lower nvme.depth"):
         Executor(PlainMemory(), {}, 8, lambda _report: None, float)
+
+
+async def test_a_move_within_memory_copies_the_shards_that_move() -> None:
+    """Method: of a block of two shards the first stays where it is; nothing but the payload of the second is written."""
+    realm = Realm(1, Tenant("t"), Namespace(shard_bytes=(5000, 6000)), tuple(Order() for _ in Tier))
+    slots = {n: memoryview(bytearray([n]) * 8192) for n in (1, 2, 3)}
+
+    class Memory:
+        def view(self, slot: int) -> memoryview:
+            return slots[slot]
+
+    block = Block(b"moves".ljust(32), realm, 0.0)
+    move = Move(1, Copy(block, Tier.CPU, (1, 2)), Copy(block, Tier.CPU, (1, 3)), Priority.DEMOTE, 0.0, "packed", 11_000)
+    reports = list[MoveReport]()
+    executor = Executor(Memory(), {}, 2, reports.append, float)
+    executor.submit(StartMoves(Tier.CPU, Tier.CPU, Priority.DEMOTE, (move,)))
+    await executor.idle()
+    await until(lambda: len(reports) == 1)
+    assert reports[0].results == [(move, Result.OK)]
+    assert bytes(slots[1]) == bytes([1]) * 8192
+    assert bytes(slots[3]) == bytes([2]) * 6000 + bytes([3]) * 2192
+    await executor.close()

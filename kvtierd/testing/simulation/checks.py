@@ -87,7 +87,9 @@ def _check_users(core: TierCore) -> None:
             assert slot in copy.all_slots(), f"{tier.name} slot {slot:#x} is owned by a copy that is elsewhere"
             expected = users[copy]
             assert copy.pins == expected, f"a {copy.state.name} {tier.name} copy has {copy.pins} pins and {expected} users"
-            if copy.state in (CopyState.FILLING, CopyState.READY):
+            if copy.state is CopyState.ABSENT:
+                assert any(m.dst is copy and m.is_within for m in core.state.moves.values()), "a slot is owned by nobody"
+            elif copy.state in (CopyState.FILLING, CopyState.READY):
                 assert copy.block.realm.index.get(copy.block.key) is copy.block, "a live copy's block can be found"
             else:
                 assert copy.state is CopyState.DOOMED
