@@ -67,6 +67,7 @@ MOVER = "kvtierd.core.movement:Mover."
 DEMOTER = "kvtierd.core.demotion:Demoter."
 STATE = "kvtierd.core.state:CoreState."
 READS = "kvtierd.core.reads:Reads."
+PACKER = "kvtierd.core.packing:Packer."
 SPACE = "kvtierd.core.space:Space."
 POOL = "kvtierd.core.slots:SlotPool."
 RECOVERY = "kvtierd.tiers.recovery:"
@@ -130,6 +131,9 @@ CORE = [
         "if result is Result.OK or result is Result.CORRUPT:",
     ),
     Mutation("waiters of a failed move are forgotten", MOVER + "_failed", "self.miss(now, ticket, index, reason)", "pass"),
+    Mutation("what a reserve keeps goes with its extent", DEMOTER + "_leave", "if packer.packs(copy):", "if False:"),
+    Mutation("a copy moves from under its reader", PACKER + "settle", " and source.pins == 1", ""),
+    Mutation("a place that was not needed is not given up", PACKER + "settle", "pool.free(new)", "pass"),
     Mutation("hungry realms are not fed", DEMOTER + "_feed", "del self._space.hungry[realm.realm_id]", "return"),
 ]
 
@@ -176,6 +180,7 @@ MOVING = [
         "jobs.append(_job(command, batch))\n    return jobs",
         "jobs.append(_job(command, batch[:-1] or batch))\n    return jobs",
     ),
+    Mutation("a move within memory copies nothing", EXECUTOR + "_copy", "np.copyto(target, source)", "pass"),
     Mutation("a finished job starts no other", EXECUTOR + "_ended", "    self._start()", "    pass"),
     Mutation("demotions take places for ever", EXECUTOR + "_ended", "self._demotions -= job.priority is Priority.DEMOTE", "pass"),
     Mutation(

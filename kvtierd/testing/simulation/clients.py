@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
@@ -280,6 +281,35 @@ class Client:
         self._runtime.commit(attached, grant.ticket_id, [])
         self._contents.committed(place_of(realm, key), number, None)
         assert await self.read(attached, [key], 10.0, patient=True), "what was saved just now cannot be read"
+
+    # ---- a tenant that has a reserve
+
+    async def put(self, attached: Attached, keys: list[bytes]) -> dict[bytes, int]:
+        """Save what gets room within three seconds. Returns where the first shard of each block is."""
+        realm = attached.core.realm
+        grant = await self._runtime.save(attached, realm, keys, 3.0)
+        granted = [key for key, outcome in zip(keys, grant.outcomes, strict=True) if outcome == GRANTED]
+        saved = _by_block(granted, grant.slots, realm)
+        for key, slots in saved:
+            number = self._contents.new_number()
+            self._fill(realm, number, slots)
+            self._contents.committed(place_of(realm, key), number, None)
+        if granted:
+            self._runtime.commit(attached, grant.ticket_id, [])
+        return {key: slots[0] for key, slots in saved}
+
+    async def evict_for_good(self, attached: Attached, keys: list[bytes]) -> None:
+        """Forget blocks, on all tiers."""
+        realm = attached.core.realm
+        gone = self._contents.evicting([place_of(realm, key) for key in keys])
+        await self._runtime.evict([realm], keys, None, 0.0)
+        self._contents.evicted(gone)
+
+    async def read_on(self, attached: Attached, keys: list[bytes]) -> None:
+        """Load one block after the other until cancelled: each is there."""
+        for key in itertools.cycle(keys):
+            assert await self.read(attached, [key], 1.0, patient=True), f"block {key[-1]} of a reserve has gone for others"
+            await asyncio.sleep(0.01)
 
     # ---- pins and evictions
 

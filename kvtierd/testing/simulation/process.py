@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any, Final
 
 from kvtierd.config import Config
 from kvtierd.core.block import CopyState
+from kvtierd.core.commands import Move
+from kvtierd.core.limits import Limits, TenantClass
 from kvtierd.core.realm import Realm
 from kvtierd.core.saves import HELD, WHOLE, Request
 from kvtierd.core.stats import StoryEvent
 from kvtierd.core.tickets import SaveGrant
 from kvtierd.errors import RequestError
-from kvtierd.model import PAGE_BYTES, Namespace, Result, Tier
+from kvtierd.model import PAGE_BYTES, Namespace, Result, Tier, slot_extent
 from kvtierd.runtime.runtime import Runtime
 from kvtierd.runtime.sessions import Attached
 from kvtierd.runtime.wallclock import WallClock
@@ -28,6 +31,10 @@ from kvtierd.testing.simulation.syscalls import SimOs
 from kvtierd.testing.simulation.threads import ProcessDies, World
 from kvtierd.transfer.executor import MoveReport
 
+NEWCOMER_BYTES: Final = 7 * PAGE_BYTES
+"""Of a block whose slot is like nobody else's."""
+BATCH: Final = 4
+"""Blocks of a save that fills memory."""
 IDLE_S: Final = 600.0
 MAX_IDLE_TICKS: Final = 1200
 """In ``IDLE_S`` in which nothing happens."""
@@ -148,6 +155,14 @@ class Process:
             tick()
             in_tick = False
 
+        copy, draw = runner.executor._copy, self.world.random
+
+        def slow_copy(move: Move) -> None:
+            self.world.pause(draw.random() * self.slow_s)
+            copy(move)
+            self.world.pause(draw.random() * self.slow_s)  # of a large block, others see a part of it first
+
+        runner.executor._copy = slow_copy  # type: ignore[method-assign]
         runner.apply = checked_apply  # type: ignore[method-assign]
         runner._tick = counted_tick  # type: ignore[method-assign]
         runner.on_moves = self._moved
@@ -194,13 +209,49 @@ class Process:
 
     async def _new_tenant(self) -> None:
         """Somebody comes when memory is full of others' blocks, and gets room for more than memory has."""
-        namespace = Namespace(shard_bytes=(7 * PAGE_BYTES,), model="newcomer")
-        attached = await self.runtime.attach(namespace, "newcomer", "newcomer", 1)
-        client = Client(self, 0, "newcomer", namespace)
-        for number in range(self.runtime.config.cpu.capacity // namespace.block_bytes + 2):
-            await client.must_save(attached, key_of(number))
+        attached, _ = await self._newcomer("newcomer", self.runtime.config.cpu.capacity // NEWCOMER_BYTES + 2)
         attached.stream_open = False
         self.runtime.end_if_over(attached)
+
+    async def _newcomer(self, name: str, blocks: int) -> tuple[Attached, list[bytes]]:
+        """Somebody who has nothing saves so many blocks, one after the other."""
+        namespace = Namespace(shard_bytes=(NEWCOMER_BYTES,), model=name)
+        attached = await self.runtime.attach(namespace, name, name, 1)
+        client = Client(self, 0, name, namespace)
+        keys = [key_of(number) for number in range(blocks)]
+        for key in keys:
+            await client.must_save(attached, key)
+        return attached, keys
+
+    async def scattered_reserve(self) -> None:
+        """After a start: a tenant fills memory, keeps one block in each extent as its reserve, which may not be written down, and
+        reads on. Others get room, and it keeps them.
+        """
+        runtime = self.runtime
+        namespace = Namespace(shard_bytes=(PAGE_BYTES, PAGE_BYTES), model="reserve")
+        attached = await runtime.attach(namespace, "reserve", "reserve", 1)
+        client = Client(self, 0, "reserve", namespace)
+        slots: dict[bytes, int] = {}
+        for first in range(0, runtime.config.cpu.capacity // namespace.block_bytes, BATCH):
+            slots |= await client.put(attached, [key_of(first + i) for i in range(BATCH)])
+        kept = list({slot_extent(slot): key for key, slot in slots.items()}.values())
+        reserve_bytes = (0, len(kept) * namespace.block_bytes, 0)
+        limits = Limits((None, None, 0), reserve_bytes, tenant_class=TenantClass.PREMIUM)
+        runtime.core.set_limits(runtime.now(), "reserve", limits)
+        await client.evict_for_good(attached, [key for key in slots if key not in kept])
+        reading = asyncio.get_running_loop().create_task(client.read_on(attached, kept))
+        latecomer, saved = await self._newcomer("latecomer", 3)
+        if not reading.done():
+            reading.cancel()
+        with suppress(asyncio.CancelledError):
+            await reading
+        held, _ = runtime.lookup(attached.core.realm, b"".join(kept), each=True)
+        assert held == len(kept), f"{len(kept) - held} blocks of a reserve have gone for others"
+        await client.evict_for_good(attached, kept)
+        await client.evict_for_good(latecomer, saved)
+        for session in (attached, latecomer):
+            session.stream_open = False
+            runtime.end_if_over(session)
 
     async def look(self) -> None:
         """Every block that is found after a restart has bytes that were saved under its key, or is a miss."""

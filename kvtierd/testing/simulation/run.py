@@ -176,6 +176,7 @@ class _Run:
             found = again.runtime.core.state.copies[Tier.NVME]
             text = f"{held[0]} blocks were on NVMe at the stop and {begun[0]} on their way, and {found} after the start"
             assert held[0] <= found <= held[0] + begun[0], text
+            await again.scattered_reserve()
             await again.look()
 
         again.run(look())
