@@ -15,7 +15,7 @@ what lies in an extent that it holds beyond its reserve. The latter are few, as 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from kvtierd.core.block import Copy, CopyState
 from kvtierd.core.commands import Move
@@ -35,22 +35,28 @@ class Packer:
         self._pool = state.pools[Tier.CPU]
 
     def can_empty(self, extent: Extent) -> bool:
-        """True when what the reserve keeps in an extent in CPU memory fits elsewhere, and nobody uses any of it."""
-        tenant = self._reserving(extent)
-        if tenant is None:
+        """True when all that is in an extent in CPU memory of a tenant with a reserve fits elsewhere, and nobody uses any of it."""
+        if self._reserving(extent) is None:
             return False
-        beyond_bytes = tenant.used_bytes[Tier.CPU] - tenant.going_bytes[Tier.CPU] - tenant.limits.reserve_bytes[Tier.CPU]
-        spare = max(beyond_bytes, 0) // self._state.realms[extent.group.realm_id].tier_bytes[Tier.CPU]
         coming = sum(e.used for i in self._pool.leaving if (e := self._pool.extents[i]).group is extent.group)
         # Its own free slots are among those of the group.
-        return extent.group.missing(extent.slot_count - spare + coming) <= 0 and _is_unused(extent)
+        return extent.group.missing(extent.slot_count + coming) <= 0 and _is_unused(extent)
 
-    def is_beyond(self, extent: Extent) -> bool:
-        """True when a tenant's other extents in CPU memory are as much as its reserve, and nobody uses anything in this one."""
-        tenant = self._reserving(extent)
-        if tenant is None or not _is_unused(extent):
-            return False
-        return self._held_bytes(tenant) - (0 if extent.draining else extent.size_bytes) >= tenant.limits.reserve_bytes[Tier.CPU]
+    def beyond(self) -> Callable[[Extent], bool]:
+        """For one search: True when a tenant's other extents in CPU memory are as much as its reserve, and nobody uses anything in
+        this one."""
+        held: dict[int, int] = {}
+
+        def is_beyond(extent: Extent) -> bool:
+            tenant = self._reserving(extent)
+            if tenant is None:
+                return False
+            if id(tenant) not in held:
+                held[id(tenant)] = self._held_bytes(tenant)
+            others_bytes = held[id(tenant)] - (0 if extent.draining else extent.size_bytes)
+            return others_bytes >= tenant.limits.reserve_bytes[Tier.CPU] and _is_unused(extent)
+
+        return is_beyond
 
     def packs(self, copy: Copy) -> bool:
         """True for a copy that moves within its tier when its extent has to go."""

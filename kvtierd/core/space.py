@@ -46,8 +46,8 @@ class Space:
         self.packer = Packer(state)
         self.hungry: dict[int, Realm] = {}
         """Realms that were refused because nothing could be taken until something is written down."""
-        self._nothing_packs_until_s = 0.0
-        """Until when nobody who has another way looks again for an extent whose copies can move together."""
+        self._nothing_packs_until_s = [0.0, 0.0]
+        """Until when nobody looks again for an extent whose copies can move together: who has no other way, and who has one."""
         self._in_vain: dict[Tier, tuple[Realm, float]] = {}
         """Who was the last to find no extent although it may take those of a few only, and until when it need not look again."""
 
@@ -235,7 +235,7 @@ class Space:
         else:
             foreign = self._foreign_extent(now, tier, realm, claim, before_s, has_victim=victim is not None)
             if foreign is None and tier is Tier.CPU:
-                foreign = self._packed_extent(now, realm, group, has_victim=victim is not None)
+                foreign = self._packed_extent(now, realm, group, before_s, has_victim=victim is not None)
         if foreign is not None:
             pool.asked(now)
             self.drain_extent(now, tier, foreign)
@@ -275,26 +275,27 @@ class Space:
             found = coldest_of(above)
         return found or pool.coldest_extent(now, before_s, may_go, most)
 
-    def _packed_extent(self, now: float, realm: Realm, group: Group, *, has_victim: bool) -> Extent | None:
+    def _packed_extent(self, now: float, realm: Realm, group: Group, before_s: float, *, has_victim: bool) -> Extent | None:
         """The extent in CPU memory that goes although its tenant's reserve keeps what is in it, because that can move elsewhere.
 
         For a group that has nothing and can give up nothing, also one of a tenant whose other extents are as much as its reserve,
         where no other room is on its way.
         """
         pool, packer = self._state.pools[Tier.CPU], self.packer
-        if not self._state.shares.has_reserve(Tier.CPU) or (has_victim and now < self._nothing_packs_until_s):
+        if not self._state.shares.has_reserve(Tier.CPU) or now < self._nothing_packs_until_s[has_victim]:
             return None
 
         def coldest(may_go: Callable[[Extent], bool]) -> Extent | None:
             most = MAX_SCANNED if has_victim else None
-            return pool.coldest_extent(now, ANY_AGE_S, lambda e: e.group.realm_id != realm.realm_id and may_go(e), most)
+            return pool.coldest_extent(now, before_s, lambda e: e.group.realm_id != realm.realm_id and may_go(e), most)
 
         found = coldest(packer.can_empty)
         if found is None:
-            self._nothing_packs_until_s = now + IN_VAIN_S
             is_coming = (pool.leaving or pool.retiring) and not pool.asked_long_ago(now, COMING_S)
             if not has_victim and not group.extents and not is_coming:
-                found = coldest(packer.is_beyond)
+                found = coldest(packer.beyond())
+        if found is None:
+            self._nothing_packs_until_s[has_victim] = now + IN_VAIN_S
         return found
 
     def _owner(self, extent: Extent) -> Tenant | None:

@@ -79,14 +79,34 @@ def test_a_scattered_reserve_moves_together(shards: int) -> None:
     run.check()
 
 
-def test_what_is_beyond_the_reserve_makes_room_for_what_is_within() -> None:
-    """Method: ten blocks in four extents, of which the reserve keeps eight, and so one extent."""
+def test_what_is_beyond_the_reserve_moves_together_too() -> None:
+    """Goal: nothing of it goes for that. Method: ten blocks in four extents, of which the reserve keeps eight."""
     run = Scattered(kept=(0, 1, 2, 8, 9, 10, 16, 17, 18, 24))
-    assert run.fill(100, 1) == 1
-    assert len(run.owner.index) == len(run.kept), "they fit into two extents"
-    assert run.fill(200, 10) == EXTENTS - 1
-    assert len(run.owner.index) == RESERVE // PAGE
-    run.shell.check()
+    assert run.fill(100, 10) == EXTENTS - 2
+    assert len({slot_extent(s) for s in run.slots()}) == 2
+    run.check()
+
+
+@pytest.mark.parametrize("tenant_class", [TenantClass.BASIC, TenantClass.STANDARD])
+def test_a_reserve_costs_its_owner_nothing_of_what_is_beyond_it(tenant_class: TenantClass) -> None:
+    """Goal: who has a reserve and uses more than that loses no more of it than a tenant without one.
+
+    Method: two tenants hold half of the tier each; the owner of a small reserve uses its blocks all the time, the other one saves.
+    """
+    limits = {"premium": SMALL, "other": Limits(tenant_class=tenant_class)}
+    shell = Shell(config(cpu=8 * SLOTS * PAGE, nvme=0, extent=SLOTS * PAGE, max_ticket_share=1.0), limits)
+    premium, other = (shell.realm(PAGE, tenant=name) for name in limits)
+    mine, theirs = shell.attach(premium), shell.attach(other)
+    shell.put(theirs, other, keys(*range(1000, 1000 + 4 * SLOTS)))
+    shell.now += 1.0
+    shell.put(mine, premium, keys(*range(4 * SLOTS)))
+    for number in range(60):
+        shell.now += 0.5
+        shell.get(mine, premium, keys(*range(4 * SLOTS)), each=True)
+        shell.put(theirs, other, keys(2000 + number))
+        shell.finish_all()
+    assert len(premium.index) == 4 * SLOTS
+    shell.check()
 
 
 def test_copies_in_use_stay_where_they_are() -> None:
