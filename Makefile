@@ -34,7 +34,7 @@ TOOLS := .venv-tools
 TOOLS_STAMP := $(TOOLS)/.$(shell sha256sum deploy/docker/locks/tools.txt 2>/dev/null | cut -c1-16)
 VARIANT ?= cpu
 IMAGE_PYTHON ?=
-# 2,000 seeds take less than three minutes on two free cores.
+# 2,000 seeds take about four minutes on two free cores.
 SEEDS ?= 2000
 FIRST ?= 0
 SIMULATE_ARGS ?=
