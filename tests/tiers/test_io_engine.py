@@ -50,6 +50,16 @@ def pages(*sizes: int) -> list[memoryview]:
     return [memoryview(mmap.mmap(-1, size)) for size in sizes]
 
 
+def assert_goes_round(engine: ThreadEngine, handle: int, offset_bytes: int, *sizes: int) -> None:
+    """Random bytes in buffers of these sizes are written and read again."""
+    out, back = pages(*sizes), pages(*sizes)
+    for view in out:
+        view[:] = os.urandom(len(view))
+    write_all(engine, handle, list(out), offset_bytes)
+    assert read_all(engine, handle, list(back), offset_bytes) == sum(sizes)
+    assert [bytes(v) for v in back] == [bytes(v) for v in out]
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> str:
     (tmp_path / "f").touch()
@@ -60,12 +70,7 @@ def path(tmp_path: Path) -> str:
 def test_short_transfers_go_on_at_the_right_place(path: str, step: int) -> None:
     engine = Trickle(step)
     handle = engine.open(path, direct=False)
-    out, back = pages(4096, 20480, 4096, 8192), pages(4096, 20480, 4096, 8192)
-    for view in out:
-        view[:] = os.urandom(len(view))
-    write_all(engine, handle, list(out), 4096)
-    assert read_all(engine, handle, list(back), 4096) == 36864
-    assert [bytes(v) for v in back] == [bytes(v) for v in out]
+    assert_goes_round(engine, handle, 4096, 4096, 20480, 4096, 8192)
     assert Path(path).read_bytes()[:4096] == bytes(4096)
     engine.close(handle)
 
@@ -157,12 +162,7 @@ def test_kvikio_moves_large_buffers_and_leaves_small_ones_to_the_plain_calls(pat
     assert kvikio["num_threads"] == 5
     handle = engine.open(path, direct=True)
     (file,) = FakeCuFile.opened
-    out, back = pages(4096, 2 * MIB, 4096), pages(4096, 2 * MIB, 4096)
-    for view in out:
-        view[:] = os.urandom(len(view))
-    write_all(engine, handle, list(out), 8192)
-    assert read_all(engine, handle, list(back), 8192) == 2 * MIB + 8192
-    assert [bytes(v) for v in back] == [bytes(v) for v in out]
+    assert_goes_round(engine, handle, 8192, 4096, 2 * MIB, 4096)
     assert file.calls == 2
     write_all(engine, handle, pages(4096, 8192), 0)
     assert file.calls == 2
@@ -175,12 +175,7 @@ def test_the_real_kvikio_moves_the_same_bytes(path: str) -> None:
     pytest.importorskip("kvikio", reason="kvikio is not installed here")
     engine = choose_engine(NvmeConfig(io="kvikio"))
     handle = engine.open(path, direct=True)
-    out, back = pages(4096, 3 * MIB, 4096), pages(4096, 3 * MIB, 4096)
-    for view in out:
-        view[:] = os.urandom(len(view))
-    write_all(engine, handle, list(out), 8192)
-    assert read_all(engine, handle, list(back), 8192) == 3 * MIB + 8192
-    assert [bytes(v) for v in back] == [bytes(v) for v in out]
+    assert_goes_round(engine, handle, 8192, 4096, 3 * MIB, 4096)
     past = pages(4 * MIB)
     assert read_all(engine, handle, list(past), 3 * MIB) == 16384, "the file ends there"
     engine.close(handle)
