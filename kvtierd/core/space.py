@@ -8,6 +8,9 @@ refuses writes): otherwise it is written down first and the caller is told to co
 
 A copy that is written down never replaces one that is as new or newer and still has a copy above, by age: that one would only have
 to be written down again, and where a lower tier is the smaller one this would go on for ever.
+
+A tenant above its share, or basic, whose own copies are all in use or still to be written down waits for them; only when it has
+nothing on the tier at all it takes the coldest extent of anybody.
 """
 
 from __future__ import annotations
@@ -129,7 +132,8 @@ class Space:
             else:
                 first = dirty.first()
                 if first is None:
-                    return Reason.BUSY if tenant.leaving_bytes[tier] else Reason.QUOTA
+                    is_moving = tenant.leaving_bytes[tier] or (tier is Tier.CPU and self.packer.moving[tenant])
+                    return Reason.BUSY if is_moving else Reason.QUOTA
                 victim = first[1].orders[tier].next_dirty()
                 assert victim is not None
                 if self._is_kept(now, victim):
@@ -193,7 +197,7 @@ class Space:
             state.shares.wants(now, realm.tenant, tier, claim)
         victim, by_age = self._nvme_victim(now, realm, claim) if tier is Tier.NVME else (self._victim(now, tier, realm), True)
         last, until_s = self._in_vain.get(tier, _NOBODY)
-        in_vain = last is realm and now < until_s and victim is not None and not pool.empty
+        in_vain = last is realm and now < until_s and not pool.empty
         if not in_vain and now >= pool.growth_blocked_until_s and pool.may_ask(now):
             self._ask_extent(now, tier, realm, group, victim, source, claim)
         if pool.retiring and tier is Tier.NVME:
@@ -265,7 +269,7 @@ class Space:
             found = next((e for basic in shares.basic(tier) if (e := coldest_of(basic)) is not None), None)
         if found is None and claim is Claim.CONFINED:
             found = pool.coldest_extent(now, before_s, gives_way, most)
-            if found is None and has_victim:
+            if found is None and (has_victim or tenant.used_bytes[tier]):
                 self._in_vain[tier] = (realm, now + IN_VAIN_S)
                 return None
         if found is None and claim is Claim.RESERVED:

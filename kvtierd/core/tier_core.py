@@ -401,6 +401,11 @@ class TierCore:
             left -= sum(r.orders[tier].dirty_count * r.tier_bytes[tier] for r in stuck)
         return left
 
+    @property
+    def is_packing(self) -> bool:
+        """True while copies are being moved together within CPU memory."""
+        return bool(self._space.packer.moving)
+
     # ---- recovery
 
     def recover_extent(self, extent_id: int, slot_bytes: int, slot_count: int) -> None:

@@ -482,12 +482,12 @@ class Runtime:
         self.apply()
 
     async def drain(self, timeout_s: float, *, resume: bool) -> int:
-        """Write down what exists only in memory. Returns the bytes that are left."""
+        """Write down what exists only in memory, and let moves within it end. Returns the bytes that are left."""
         self.core.drain(self.now(), on=True)
         self.apply()
         until_s = self.now() + timeout_s
         try:
-            while self.core.undrained_bytes and self.now() < until_s:
+            while (self.core.undrained_bytes or self.core.is_packing) and self.now() < until_s:
                 space = self._waiters.room
                 try:
                     async with asyncio.timeout(max(min(until_s - self.now(), 1.0), 0.001)):

@@ -6,6 +6,8 @@ shell has real contents: a load sees what was saved, and nobody reads a slot tha
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvtierd.core.limits import Limits, TenantClass
@@ -129,6 +131,28 @@ def test_copies_in_use_stay_where_they_are() -> None:
     shell.release(early)
     assert shell.get(run.mine, run.owner, keys(*KEPT), each=True) == [0, 2, 3, 4, 5, 6, 7]
     shell.check()
+
+
+@pytest.mark.parametrize("result", [Result.OK, Result.IO_ERROR])
+def test_its_owner_waits_for_room_in_its_quota(result: Result) -> None:
+    """Goal: a save is told to come back while its tenant's copies move, and nothing else of the tenant can go; not after it.
+
+    Method: the quota is what the reserve keeps, and all that does not move is being loaded.
+    """
+    run = Scattered()
+    run.shell.core.set_limits(run.shell.now, "premium", replace(SMALL, quota_bytes=(None, RESERVE, None)))
+    assert not run.shell.core.is_packing
+    run.save(100)
+    moving = {move.src.block.key for move, _ in run.shell.moves.values()}
+    assert run.shell.core.is_packing and len(moving) == 2
+    others = [key for key in run.owner.index if key not in moving]
+    ticket = run.shell.load(run.mine, run.owner, others, each=True)
+    assert run.shell.put(run.mine, run.owner, keys(200)).outcomes == [BUSY]
+    run.shell.finish_all(result)
+    assert not run.shell.core.is_packing
+    assert run.shell.put(run.mine, run.owner, keys(200)).outcomes == [GRANTED], "one of those that moved goes"
+    run.shell.release(ticket)
+    run.shell.check()
 
 
 def test_a_move_that_fails_loses_nothing() -> None:

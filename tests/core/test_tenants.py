@@ -108,6 +108,36 @@ def test_a_flood_leaves_another_its_hits(tier: Tier, quota_blocks: int | None) -
     assert flooded >= 0.95 * alone, (flooded, alone)
 
 
+@pytest.mark.parametrize("tier", [Tier.CPU, Tier.NVME])
+@pytest.mark.parametrize("tenant_class", [TenantClass.STANDARD, BASIC])
+def test_a_flood_that_waits_for_the_disk_takes_nothing_of_another(tenant_class: TenantClass, tier: Tier) -> None:
+    """Goal: a flood whose own copies are all still to be written down waits for them, and does not take those of another instead.
+
+    Method: one finds the same 32 blocks all the time; the other saves ten new ones a step, of which the disk takes two.
+    """
+    sizes = config(cpu=CPU, nvme=8 * CPU if tier is Tier.CPU else 2 * CPU, extent=8 * BLOCK, max_ticket_share=1.0)
+    shell = Shell(sizes, {"flood": Limits(tenant_class=tenant_class)})
+    victim, other = Engine(shell, "victim"), Engine(shell, "flood")
+    mine = keys(*range(32))
+    shell.put(victim.session, victim.realm, mine)
+    if tier is Tier.NVME:
+        shell.drain()
+        shell.finish_all()
+        shell.drain(on=False)
+    granted = 0
+    for step in range(100):
+        shell.wait(0.05)
+        ticket = shell.load(victim.session, victim.realm, mine, wait_s=0.0, each=True)
+        assert len(shell.collect(ticket)[0]) == 32
+        shell.release(ticket)
+        granted += shell.put(other.session, other.realm, keys(*range(1000 + 10 * step, 1010 + 10 * step))).outcomes.count(GRANTED)
+        assert victim.held() == 32 and victim.held(tier) == 32
+        for move_id in list(shell.moves)[:2]:
+            shell.finish(move_id)
+    assert granted >= TIER_BLOCKS - 32 + 100, "it goes on at the speed of the disk"
+    shell.check()
+
+
 def test_without_shares_a_flood_takes_all() -> None:
     """Goal: the test above sees a flood where nothing holds it. Method: the same with a share of everything."""
     shell = tier_shell(fair_share=1.0)

@@ -75,6 +75,22 @@ def test_a_flood_leaves_another_its_blocks(make_daemon: MakeDaemon, make_client:
     assert used["flood"] >= 20 * MIB, "it has all that the other does not use"
 
 
+@pytest.mark.parametrize("tenant_class", ["standard", "basic"])
+def test_a_flood_faster_than_the_disk_leaves_another_its_memory(
+    make_daemon: MakeDaemon, make_client: MakeClient, tenant_class: str
+) -> None:
+    """The flood's blocks are all still to be written down when it asks for room: it waits, and takes nothing of the other's."""
+    sizes: dict[str, Any] = {"cpu": {"capacity": "32MiB", "extent": "2MiB"}, "nvme": {"capacity": "256MiB", "segment": "8MiB"}}
+    daemon = make_daemon(**sizes, tenants={"flood": {"class": tenant_class}})
+    victim, flood = make_client(daemon, tenant="victim"), make_client(daemon, tenant="flood")
+    mine = new_keys(10)
+    assert put(victim, mine) == 10
+    for _ in range(30):
+        put(flood, new_keys(10), wait_s=2.0)
+        assert get(victim, mine) == 10
+        assert {t.tenant: t.used_bytes[1] for t in daemon.status().tenants}["victim"] == 10 * MIB
+
+
 def test_alone_a_tenant_uses_everything_and_a_reserve_comes_back(make_daemon: MakeDaemon, make_client: MakeClient) -> None:
     daemon = make_daemon(**SMALL, tenants={"vip": {"class": "premium", "cpu_reserve": "25%"}})
     flood, vip = make_client(daemon, tenant="flood"), make_client(daemon, tenant="vip")
