@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import secrets
 import time
 from collections.abc import AsyncIterator
 from typing import Final
@@ -23,6 +24,8 @@ log = logging.getLogger(__name__)
 
 KEEP_BUDGET_S: Final = 5.0
 """How often the write budget is written down at most."""
+UNTOLD_GENERATIONS: Final = 1 << 32
+"""A start leaves out a random number of generations below this: header pages may have some that no record tells of."""
 RECOVER_CHUNK: Final = 20_000
 SNAPSHOT_CHUNK: Final = 4096
 """Copies gathered for a snapshot in one go of the event loop."""
@@ -60,12 +63,15 @@ async def recover(core: TierCore, store: NvmeStore, clock: WallClock) -> int:
         count += len(kept)
         expired += len(gone)
         await asyncio.sleep(0)
-    core.recovered(found.next_generation, found.next_extent_id, found.next_realm_id)
+    # Given out again, one that a power cut left in a header page but in no record would let the former bytes pass for a block
+    # whose write the device lost.
+    first_generation = found.next_generation + secrets.randbelow(UNTOLD_GENERATIONS)
+    core.recovered(first_generation, found.next_extent_id, found.next_realm_id)
     core.state.story.clear()
     log.info("recovered %d blocks from NVMe in %.2f s", count, time.monotonic() - began_s)
     if expired:
         log.info("%d blocks on NVMe had expired meanwhile and were forgotten", expired)
-    return found.next_generation
+    return first_generation
 
 
 class BudgetKeeper:

@@ -45,7 +45,7 @@ def transfer_config(args):
     extra = {"kvtierd.address": args.address, "kvtierd.gate": False, **json.loads(args.extra)}
     return {
         "kv_connector": "KvtierdConnector",
-        "kv_connector_module_path": "kvtierd.connectors.vllm",
+        "kv_connector_module_path": args.module,
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": extra,
@@ -97,7 +97,10 @@ class Bench:
         self.tokens = set()
         first = self.ttft_ms(prompt)
         time.sleep(1.0)
-        own = [self.ttft_ms(prompt) for _ in range(hits)]
+        own = []
+        for _ in range(hits):
+            time.sleep(0.2)  # as before the others: a process that slept is slower for a moment
+            own.append(self.ttft_ms(prompt))
         tier = []
         for _ in range(hits):
             self.empty_prefix_cache()
@@ -115,6 +118,7 @@ def main():
     parser.add_argument("--label")
     parser.add_argument("--address", default="")
     parser.add_argument("--extra", default="{}", help="more of kv_connector_extra_config, as JSON")
+    parser.add_argument("--module", default="kvtierd.connectors.vllm", help="where KvtierdConnector is; or that of timeline.py")
     parser.add_argument("--folder", help="of the files of fs")
     parser.add_argument("--host", default="tcp://127.0.0.1", help="of the LMCache server")
     parser.add_argument("--port", type=int, default=5555, help="of the LMCache server")

@@ -153,7 +153,20 @@ RECOVERING = [
     Mutation(
         "generations are ignored", RECOVERY + "_last_of_each_slot", '(records["generation"] << 1)', '(0 * records["generation"])'
     ),
-    Mutation("generations begin anew", STORE + "recover", "self._max_generation + 1,", "1,"),
+    Mutation(
+        "generations begin anew",
+        "kvtierd.runtime.runtime:recover",
+        "found.next_generation + secrets.randbelow(UNTOLD_GENERATIONS)",
+        "1",
+    ),
+    Mutation(
+        "generations that no record tells of are given out again",
+        "kvtierd.runtime.runtime:recover",
+        " + secrets.randbelow(UNTOLD_GENERATIONS)",
+        "",
+        seeds=4000,
+        first=20690,
+    ),
     Mutation(
         "parts of blocks are whole blocks",
         RECOVERY + "_whole_blocks",
