@@ -270,7 +270,14 @@ class Client(Connection):
         )
 
     def fetch(
-        self, keys: Keys, timeout_s: float | None = None, each: bool = False, *, tenant: str = "", device: bool = False
+        self,
+        keys: Keys,
+        timeout_s: float | None = None,
+        each: bool = False,
+        *,
+        tenant: str = "",
+        device: bool = False,
+        keeps: bool = False,
     ) -> Fetch:
         """Blocks to read in place: ``with client.fetch(keys) as f: for index, views in f: …``.
 
@@ -282,22 +289,26 @@ class Client(Connection):
             each: every key that is held instead of stopping at the first miss.
             tenant: to act for, where this session may; empty means the client's own.
             device: take slots in GPU memory too, where processes of the session have opened that. Only they can use these.
+            keeps: you release nothing before all is there: what goes beyond the memory that a session may hold is then a miss
+                with reason LIMIT, and not waited for, unless something else of this client is about to give some back.
 
         Raises:
             ValueError: malformed keys.
             RequestError: too many keys for one call.
         """
-        return self.fetch_until(self._deadline(timeout_s), keys, each, tenant, device=device)
+        return self.fetch_until(self._deadline(timeout_s), keys, each, tenant, device=device, keeps=keeps)
 
     @traced("kvtierd.fetch", told)
-    def fetch_until(self, deadline: Deadline, keys: Keys, each: bool = False, tenant: str = "", *, device: bool = False) -> Fetch:
+    def fetch_until(
+        self, deadline: Deadline, keys: Keys, each: bool = False, tenant: str = "", *, device: bool = False, keeps: bool = False
+    ) -> Fetch:
         """As ``fetch``, with a deadline that another thread can bring forward."""
         packed = pack_keys(keys)
         if not packed:
             return Fetch(None, None, deadline)
         return self._hold(
             deadline,
-            lambda session: loading.fetch(session, packed, deadline, each=each, tenant=tenant, device=device),
+            lambda session: loading.fetch(session, packed, deadline, each=each, tenant=tenant, device=device, keeps=keeps),
             lambda e: Fetch(None, None, deadline, reason_of(e)),
         )
 

@@ -50,10 +50,19 @@ class LoadCall:
         each: load every key that is held instead of stopping at the first miss.
         tenant: to act for; empty means the session's own.
         device: take slots in GPU memory too, where processes of the session have opened that.
+        keeps: nothing is released before the load is over.
     """
 
     def __init__(
-        self, session: Session, packed: bytes, deadline: Deadline, *, each: bool, tenant: str = "", device: bool = False
+        self,
+        session: Session,
+        packed: bytes,
+        deadline: Deadline,
+        *,
+        each: bool,
+        tenant: str = "",
+        device: bool = False,
+        keeps: bool = False,
     ) -> None:
         message = pb.AttachRequest()
         request = message.call.load
@@ -62,6 +71,7 @@ class LoadCall:
         request.deadline_ms = session.daemon_ms(deadline.remaining_s)
         request.each = each
         request.device = device
+        request.keeps = keeps
         self._stream = session.stream
         self._pending: PendingCall = session.stream.begin(message, "load")
         self._ticket = 0
@@ -388,7 +398,9 @@ class Fetch:
         self.close()
 
 
-def fetch(session: Session, packed: bytes, deadline: Deadline, *, each: bool, tenant: str = "", device: bool = False) -> Fetch:
+def fetch(
+    session: Session, packed: bytes, deadline: Deadline, *, each: bool, tenant: str = "", device: bool = False, keeps: bool = False
+) -> Fetch:
     """Begin to load. The caller has entered the session; the fetch leaves it.
 
     Raises:
@@ -397,4 +409,4 @@ def fetch(session: Session, packed: bytes, deadline: Deadline, *, each: bool, te
     count = count_keys(packed)
     if count > session.max_keys:
         raise RequestError(Reason.TOO_MANY_KEYS, f"{count} keys in one fetch; at most {session.max_keys}: split it")
-    return Fetch(session, LoadCall(session, packed, deadline, each=each, tenant=tenant, device=device), deadline)
+    return Fetch(session, LoadCall(session, packed, deadline, each=each, tenant=tenant, device=device, keeps=keeps), deadline)

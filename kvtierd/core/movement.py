@@ -130,8 +130,8 @@ class Mover:
                 step = self._advance(now, ticket, indexes[0], priority)
                 if isinstance(step, Move):
                     moves.setdefault(step.src.tier, []).append(step)
-                elif step is _Step.SESSION_FULL and ticket.prefetch:
-                    # Nobody gives room back for a prefetch, as the reader of a load does: what fits is what it gets.
+                elif step is _Step.SESSION_FULL and not _is_worth_waiting(ticket):
+                    # Nobody gives room back for it, as the reader of another load does: what fits is what it gets.
                     for index in indexes:
                         if ticket.entries[index] == Entry.WAITING:
                             self.miss(now, ticket, index, Reason.LIMIT)
@@ -311,3 +311,11 @@ class Mover:
             # What exists is used again for a while before more is tried, or a tier on a disk that others filled takes nothing.
             pool.growth_blocked_until_s = now + state.config.retry_s * (GROWTH_PAUSES if pool.extents else 1)
         state.take_pool_commands(target.tier)
+
+
+def _is_worth_waiting(ticket: ReadTicket) -> bool:
+    """True when room may come back to the session of a ticket that lacks it: from its own reader, or, for a load, another one's."""
+    if ticket.gives_back:
+        return True
+    others = (t for t in ticket.session.tickets.values() if t is not ticket)
+    return not ticket.prefetch and any(not isinstance(t, ReadTicket) or t.gives_back for t in others)

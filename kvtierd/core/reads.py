@@ -34,13 +34,14 @@ class Reads:
         *,
         each: bool,
         devices: tuple[int, ...] = (),
+        keeps: bool = False,
     ) -> ReadTicket:
         """Pin what is held of the keys; :meth:`collect` hands it out as it becomes readable, from the memory of these GPUs too.
 
         Raises:
             RequestError: LIMIT when the session has too many tickets.
         """
-        ticket = self._read_ticket(now, session, realm, keys, deadline_s, each=each, prefetch=False, devices=devices)
+        ticket = self._read_ticket(now, session, realm, keys, deadline_s, each=each, prefetch=False, devices=devices, keeps=keeps)
         tenant = realm.tenant
         for mask in ticket.found_on:
             if mask:
@@ -77,6 +78,7 @@ class Reads:
         each: bool,
         prefetch: bool,
         devices: tuple[int, ...] = (),
+        keeps: bool = False,
     ) -> ReadTicket:
         session.check_tickets(self._state.config.max_tickets)
         state = self._state
@@ -111,7 +113,9 @@ class Reads:
             copies.append(copy)
             found_on.append(1 << fastest(block.mask))
         state.use(now, realm, blocks)
-        ticket = ReadTicket(next(state.ids), session, realm, prefetch, each, deadline_s, copies, entries, bytes(found_on), devices)
+        ticket = ReadTicket(
+            next(state.ids), session, realm, prefetch, each, deadline_s, copies, entries, bytes(found_on), devices, keeps
+        )
         ticket.waiting, ticket.open = len(waiting), len(blocks)
         if not blocks:
             ticket.closed = True

@@ -94,6 +94,8 @@ class ReadTicket:
     """Mask of the tier that each key was found on when the ticket was made."""
     devices: tuple[int, ...] = ()
     """The GPU of each shard whose memory its reader can open; () for none."""
+    keeps: bool = False
+    """Its reader gives nothing back before it has all that it gets."""
     waiting: int = 0
     cursor: int = 0
     """Keys before this one were handed out or are missing."""
@@ -107,6 +109,11 @@ class ReadTicket:
         """Raise RequestError UNKNOWN_TICKET unless key ``index`` was handed out and not released: only then is it pinned."""
         if self.entries[index] != Entry.TAKEN:
             raise RequestError(Reason.UNKNOWN_TICKET, f"index {index} of ticket {self.ticket_id} was released")
+
+    @property
+    def gives_back(self) -> bool:
+        """True when room that its session lacks may come from it."""
+        return not self.prefetch and not (self.keeps and self.waiting)
 
     @property
     def ready(self) -> int:

@@ -239,9 +239,10 @@ class TierCore:
         *,
         each: bool,
         devices: tuple[int, ...] = (),
+        keeps: bool = False,
     ) -> ReadTicket:
         """See :meth:`Reads.load`."""
-        return self._reads.load(now, session, realm, keys, deadline_s, each=each, devices=devices)
+        return self._reads.load(now, session, realm, keys, deadline_s, each=each, devices=devices, keeps=keeps)
 
     def prefetch(self, now: float, session: Session, realm: Realm, keys: list[bytes], deadline_s: float) -> ReadTicket:
         """See :meth:`Reads.prefetch`."""

@@ -382,11 +382,12 @@ class Runtime:
         *,
         each: bool,
         devices: tuple[int, ...] = (),
+        keeps: bool = False,
     ) -> ReadTicket:
         """Begin a load; ``deadline_s`` is a duration."""
         self.check_alive(attached)
         until_s = self.now() + deadline_s
-        ticket = self.core.load(self.now(), attached.core, realm, keys, until_s, each=each, devices=devices)
+        ticket = self.core.load(self.now(), attached.core, realm, keys, until_s, each=each, devices=devices, keeps=keeps)
         self.reuse.loaded(self.now(), realm, keys, ticket.found_on)
         return self._watched(attached, ticket, keys)
 

@@ -171,7 +171,9 @@ class Calls:
         name = request.request_id if isinstance(request, pb.LoadRequest) else ""
         devices = attached.devices if isinstance(request, pb.LoadRequest) and request.device else ()
         self._check_name(attached, name)
-        ticket = self._rt.load(attached, realm, keys, self._seconds(request.deadline_ms), each=request.each, devices=devices)
+        keeps = isinstance(request, pb.LoadRequest) and request.keeps
+        deadline_s = self._seconds(request.deadline_ms)
+        ticket = self._rt.load(attached, realm, keys, deadline_s, each=request.each, devices=devices, keeps=keeps)
         self._give_name(attached, name, ticket.ticket_id)
         self._spans.begin(ticket, traceparent)
         return ticket

@@ -418,7 +418,7 @@ class AbortResponse(_message.Message):
     def __init__(self, boot_epoch: _Optional[int] = ...) -> None: ...
 
 class LoadRequest(_message.Message):
-    __slots__ = ("session", "keys", "tenant", "deadline_ms", "each", "request_id", "device")
+    __slots__ = ("session", "keys", "tenant", "deadline_ms", "each", "request_id", "device", "keeps")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
@@ -426,6 +426,7 @@ class LoadRequest(_message.Message):
     EACH_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
+    KEEPS_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     keys: bytes
     tenant: str
@@ -433,7 +434,8 @@ class LoadRequest(_message.Message):
     each: bool
     request_id: str
     device: bool
-    def __init__(self, session: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., tenant: _Optional[str] = ..., deadline_ms: _Optional[int] = ..., each: bool = ..., request_id: _Optional[str] = ..., device: bool = ...) -> None: ...
+    keeps: bool
+    def __init__(self, session: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., tenant: _Optional[str] = ..., deadline_ms: _Optional[int] = ..., each: bool = ..., request_id: _Optional[str] = ..., device: bool = ..., keeps: bool = ...) -> None: ...
 
 class LoadResponse(_message.Message):
     __slots__ = ("boot_epoch", "ticket", "indexes", "slots", "tiers", "done", "reason")

@@ -351,9 +351,12 @@ class Shell:
             self.commit(grant.ticket_id)
         return grant
 
-    def load(self, session: Session, realm: Realm, keys: list[bytes], wait_s: float = 10.0, *, each: bool = False) -> ReadTicket:
+    def load(
+        self, session: Session, realm: Realm, keys: list[bytes], wait_s: float = 10.0, *, each: bool = False, keeps: bool = False
+    ) -> ReadTicket:
         """Begin a load."""
-        ticket = self.core.load(self.now, session, realm, keys, self.now + wait_s, each=each, devices=self.devices(realm))
+        devices = self.devices(realm)
+        ticket = self.core.load(self.now, session, realm, keys, self.now + wait_s, each=each, devices=devices, keeps=keeps)
         # In a shared realm a block may be another's, who saved it.
         owners = {i: copy.block.realm.realm_id for i, copy in enumerate(ticket.copies) if copy is not None}
         versions = {i: self.version[(owner, keys[i])] for i, owner in owners.items()}

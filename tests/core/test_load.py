@@ -7,7 +7,7 @@ import pytest
 from kvtierd.core.commands import Priority
 from kvtierd.core.limits import Limits
 from kvtierd.core.realm import Realm
-from kvtierd.core.tickets import Entry, Session
+from kvtierd.core.tickets import Entry, ReadTicket, Session
 from kvtierd.errors import Reason, RequestError
 from kvtierd.model import Result, Tier
 from tests.core.shell import KIB, Shell, config, key_of
@@ -247,6 +247,47 @@ def test_session_that_is_full_does_not_block_others() -> None:
     shell.finish_all()
     assert shell.collect(greedy) == ([8, 9, 10, 11], True)
     shell.release(greedy)
+    shell.check()
+
+
+@pytest.mark.parametrize("held_in", ["c", "n"])
+def test_who_keeps_all_waits_for_nothing_that_only_he_could_give_back(held_in: str) -> None:
+    """Goal: a load whose reader releases nothing before the end gets what its session may hold, and the rest is a miss at once.
+
+    Method: 12 blocks of which a session may hold 8, all in memory or all on NVMe; alone, beside another such load that waits too,
+    and beside one that will be released.
+    """
+    shell = Shell(config(cpu=64 * KIB, max_promote_bytes=1 << 20))
+    realm = shell.realm(4096)
+    session = shell.attach(realm)
+    if held_in == "n":
+        on_nvme(shell, session, realm, keys(*range(14)))
+    else:
+        shell.put(session, realm, keys(*range(8)))
+        shell.put(session, realm, keys(*range(8, 14)))
+
+    def got(ticket: ReadTicket) -> list[int]:
+        shell.finish_all()
+        return shell.collect(ticket)[0]
+
+    alone = shell.load(session, realm, keys(*range(12)), wait_s=100, keeps=True)
+    assert got(alone) == list(range(8)) and (alone.waiting, alone.reason) == (0, Reason.LIMIT)
+    beside = shell.load(session, realm, keys(12, 13), wait_s=100, keeps=True)
+    assert got(beside) == [] and beside.waiting == 2, "the other one ends"
+    shell.release(alone)
+    assert got(beside) == [0, 1]
+    shell.release(beside)
+
+    reader = shell.load(session, realm, keys(*range(6)), wait_s=100)
+    first = shell.load(session, realm, keys(*range(6, 12)), wait_s=100, keeps=True)
+    second = shell.load(session, realm, keys(12, 13), wait_s=100, keeps=True)
+    assert (len(got(reader)), len(got(first)), len(got(second))) == (6, 2, 0)
+    assert (first.waiting, second.waiting) == (4, 2), "the reader gives back"
+    shell.release(reader)
+    assert got(first) == [2, 3, 4, 5]
+    assert got(second) == [0, 1]
+    for ticket in (first, second):
+        shell.release(ticket)
     shell.check()
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 import kvtierd
 from kvtierd.client import Client
+from kvtierd.errors import Reason
 from kvtierd.model import Tier
 from kvtierd.testing.daemon import DaemonProcess
 from tests.daemon.conftest import MIB
@@ -89,6 +90,23 @@ def test_prefetch_of_more_than_a_session_may_hold_ends_by_itself(make_daemon: Ma
     assert 1 <= fetched.ready <= 8, "half of CPU memory at the most"
     fetched.cancel()
     assert client.load(keys, [np.zeros(MIB, np.uint8) for _ in keys]).loaded == 30
+
+
+def test_who_keeps_all_gets_what_a_session_may_hold_without_waiting(make_daemon: MakeDaemon, make_client: MakeClient) -> None:
+    daemon = make_daemon(cpu={"capacity": "16MiB"}, nvme={"capacity": "128MiB"})
+    client = make_client(daemon, MIB, timeout_s=60.0)
+    keys = [os.urandom(32) for _ in range(12)]
+    for start in (0, 6):
+        assert client.save(keys[start : start + 6], [bytes(MIB)] * 6, wait_s=10).saved == 6
+    with client.fetch(keys, keeps=True) as fetched:
+        held = [index for index, _ in fetched]
+        assert 1 <= len(held) <= 8 and held == list(range(len(held)))
+        assert fetched.done and fetched.reason is Reason.LIMIT, "it ended by itself, long before its deadline"
+    with client.fetch(keys) as fetched:
+        assert [fetched.next_index() for _ in held] == held
+        assert not fetched.poll(0.2) and not fetched.done, "this one waits"
+        fetched.release(range(4))
+        assert fetched.next_index() == len(held)
 
 
 def test_own_prefetches_do_not_starve_own_loads(make_daemon: MakeDaemon, make_client: MakeClient) -> None:

@@ -191,7 +191,7 @@ class Lookup:
                 skip = [(g, ready.first - self.first_chunk + begin, size) for g, ready, begin, size in some]
                 packed = b"".join([b"".join(self._keys[g][a : a + size]) for g, a, size in skip])
                 fetch = self._clients[pool].fetch(
-                    packed, timeout_s=self._remaining_s(), each=self._plan.selective, tenant=self._tenant, device=True
+                    packed, timeout_s=self._remaining_s(), each=self._plan.selective, tenant=self._tenant, device=True, keeps=True
                 )
                 with self._lock:
                     self._fetches.append(fetch)
