@@ -82,41 +82,42 @@ class Reads:
     ) -> ReadTicket:
         session.check_tickets(self._state.config.max_tickets)
         state = self._state
-        limit = state.config.max_ticket_share * state.config.capacity_bytes[Tier.CPU]
         size = realm.tier_bytes[Tier.CPU]
         copies: list[Copy | None] = []
         entries = bytearray()
         found_on = bytearray()
         blocks: list[Block] = []
         waiting: list[int] = []
+        rising, reason = False, Reason.UNSPECIFIED
         for index, key in enumerate(keys):
             block = realm.index.get(key)
-            if block is None or not block.mask or block.expires_s <= now:
+            found = None
+            if block is not None and block.mask and block.expires_s > now:
+                found = self._source(block, devices, session.held_bytes + len(waiting) * size, rising=rising)
+                reason = reason if found else Reason.BUSY
+            if found is None:
                 if not each:
                     break
                 copies.append(None)
                 entries.append(Entry.MISSING)
                 found_on.append(0)
                 continue
-            blocks.append(block)
-            copy = state.readable(block, devices)
-            may_hold = not session.held_bytes or session.held_bytes + size <= limit
-            if copy is not None and may_hold:
+            copy, entry = found
+            blocks.append(copy.block)
+            if entry is Entry.READY:
                 session.ticket_bytes += size
-                entries.append(Entry.READY)
             else:
-                lowest = block.nvme
-                copy = lowest if lowest is not None and lowest.state is CopyState.READY else ready_copy(block)
-                entries.append(Entry.WAITING)
                 waiting.append(index)
+                rising = rising or copy.tier is not Tier.CPU
             state.pin(copy)
             copies.append(copy)
-            found_on.append(1 << fastest(block.mask))
+            entries.append(entry)
+            found_on.append(1 << fastest(copy.block.mask))
         state.use(now, realm, blocks)
         ticket = ReadTicket(
             next(state.ids), session, realm, prefetch, each, deadline_s, copies, entries, bytes(found_on), devices, keeps
         )
-        ticket.waiting, ticket.open = len(waiting), len(blocks)
+        ticket.waiting, ticket.open, ticket.reason = len(waiting), len(blocks), reason
         if not blocks:
             ticket.closed = True
         else:
@@ -125,6 +126,26 @@ class Reads:
             self._alarms.set(deadline_s, ticket.ticket_id)
             self._mover.want(ticket, waiting)
         return ticket
+
+    def _source(self, block: Block, devices: tuple[int, ...], ahead_bytes: int, *, rising: bool) -> tuple[Copy, Entry] | None:
+        """The copy of a held block that a load pins, and whether it is READY or has to be WAITING.
+
+        What lies behind must leave room for what comes first, as keys are handed out in order: a load that kept a key of its own
+        from coming up would wait for itself until its deadline.
+
+        Args:
+            ahead_bytes: memory that its session holds or will need for the keys before.
+            rising: a key before has to come up from another tier. None is returned where the copy would then be the last of memory.
+        """
+        state = self._state
+        config, size = state.config, block.realm.tier_bytes[Tier.CPU]
+        copy, entry = state.readable(block, devices), Entry.READY
+        if copy is None or (ahead_bytes and ahead_bytes + size > config.max_ticket_share * config.capacity_bytes[Tier.CPU]):
+            lowest = block.nvme
+            copy = lowest if lowest is not None and lowest.state is CopyState.READY else ready_copy(block)
+            entry = Entry.WAITING
+        is_last = copy.tier is Tier.CPU and not copy.pins and state.pinned_bytes[Tier.CPU] + 2 * size > config.capacity_bytes[Tier.CPU]
+        return None if rising and is_last else (copy, entry)
 
     def awaited(self) -> set[Block]:
         """Blocks that loads have found and that still have to come up."""

@@ -291,6 +291,54 @@ def test_who_keeps_all_waits_for_nothing_that_only_he_could_give_back(held_in: s
     shell.check()
 
 
+def test_a_load_leaves_room_for_its_own_first_keys() -> None:
+    """Goal: what a load holds of later keys never takes the session's share that its first keys need to come up.
+
+    Method: half of memory may be held; the first two keys are on NVMe, as many as may be held lie in memory behind them.
+    """
+    shell = Shell(config(cpu=64 * KIB))
+    realm = shell.realm(4096)
+    session = shell.attach(realm)
+    on_nvme(shell, session, realm, keys(1, 2))
+    shell.put(session, realm, keys(*range(3, 11)))
+    ticket = shell.load(session, realm, keys(*range(1, 11)), wait_s=50)
+    assert session.held_bytes == 32 * KIB and len(shell.moves) == 2
+    shell.finish_all()
+    assert shell.collect(ticket) == ([0, 1, 2, 3, 4, 5, 6, 7], False)
+    shell.release(ticket, [0, 1])
+    assert shell.collect(ticket) == ([8, 9], True)
+    shell.release(ticket)
+    shell.check()
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_a_load_does_not_pin_the_last_of_memory_before_its_first_keys_are_up(each: bool) -> None:
+    """Goal: a load whose first key has to come up never pins all memory with later ones, but leaves out what is too much.
+
+    Method: memory full of blocks that are held nowhere else, and a load of all of them behind one that is on NVMe only.
+    """
+    shell = Shell(config(cpu=64 * KIB, free_target=0.0))
+    realm = shell.realm(4096)
+    session = shell.attach(realm)
+    on_nvme(shell, session, realm, keys(0))
+    for first in (1, 9):
+        shell.put(session, realm, keys(*range(first, first + 8)))
+    ticket = shell.load(session, realm, keys(*range(17)), wait_s=50, each=each)
+    assert ticket.open == 16 and ticket.reason is Reason.BUSY
+    got: list[int] = []
+    while True:
+        shell.finish_all()
+        indexes, is_all = shell.collect(ticket)
+        got += indexes
+        if is_all:
+            break
+        assert indexes, "a load waits for itself"
+        shell.release(ticket, indexes)
+    assert got == list(range(16))
+    shell.release(ticket)
+    shell.check()
+
+
 def test_realm_without_room_does_not_block_others() -> None:
     """Goal: a load for which nothing can be freed waits alone; loads of other realms and tenants go on.
 
