@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -15,6 +15,7 @@ from rich.console import Console
 from kvtierd.cli import CliConfigError, CliError
 from kvtierd.cli.options import Settings, duration
 from kvtierd.config import parse_size, parse_ttl
+from kvtierd.model import Tier
 from kvtierd.replay.capacity import SPELLINGS, CapacityError, parse_capacity
 from kvtierd.replay.report import plot, result_table
 from kvtierd.replay.trace import Request, TraceError, read_trace
@@ -30,6 +31,11 @@ SIMULATED_ONLY: Final = (
 )  # fmt: skip
 """Options that say what a running daemon's configuration says."""
 DAEMON_ONLY: Final = ("workers", "seed", "keep")
+OF_TIERS: Final = {
+    Tier.HBM: ("HBM", ["hbm_ttl"]),
+    Tier.NVME: ("NVMe", ["cpu_ttl", "nvme_ttl", "admission", "second_use_window", "write_budget", "free_target", "nvme_gb_per_s"]),
+}
+"""Options that say nothing without a tier. A TTL and a free target of memory have blocks go to the tier below."""
 
 
 def _read(read: Callable[[str], T]) -> Callable[[click.Context, click.Parameter, str | None], T | None]:
@@ -134,7 +140,8 @@ def replay(ctx: click.Context, /, *, trace: Path, as_json: bool, output: Path | 
     """Replay a request trace and report its prefix hits.
 
     TRACE has one JSON object a line, as Mooncake's traces: timestamp (ms), input_length (tokens), hash_ids (one for each 512
-    tokens) and optionally tenant. A block is hit when it is part of the prefix that is present when its request arrives.
+    tokens; a last, partial block without one counts nowhere) and optionally tenant. A block is hit when it is part of the prefix
+    that is present when its request arrives.
 
     The simulation runs the policy of this version of the daemon itself. One tier is CPU memory without a TTL; two are CPU memory
     and NVMe; three are HBM, CPU memory and NVMe.
@@ -150,7 +157,7 @@ def replay(ctx: click.Context, /, *, trace: Path, as_json: bool, output: Path | 
         requests = read_trace(trace, given["limit"], partial=True)
     except TraceError as e:
         raise CliConfigError(str(e)) from e
-    figures = _through_daemon(ctx, address, requests, given) if through_daemon else _simulate(requests, given)
+    figures = _through_daemon(ctx, address, requests, given) if through_daemon else _simulate(ctx, requests, given)
     figures["parameters"]["trace"] = trace.name
     _write(figures, as_json=as_json, output=output, plot_path=plot_path)
     if figures.get("wrong_bytes"):
@@ -158,14 +165,17 @@ def replay(ctx: click.Context, /, *, trace: Path, as_json: bool, output: Path | 
 
 
 def _check_options(ctx: click.Context, senseless: tuple[str, ...], through_daemon: bool) -> None:
-    given = [n for n in senseless if ctx.get_parameter_source(n) is click.core.ParameterSource.COMMANDLINE]
+    _refuse(ctx, senseless, "a running daemon has its own configuration" if through_daemon else "that needs --address")
+
+
+def _refuse(ctx: click.Context, senseless: Iterable[str], why: str) -> None:
+    """Raise UsageError where one of these options is on the command line."""
+    given = [name for name in senseless if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE]
     if given:
-        names = ", ".join("--" + name.replace("_", "-") for name in given)
-        why = "a running daemon has its own configuration" if through_daemon else "that needs --address"
-        raise click.UsageError(f"{names}: {why}")
+        raise click.UsageError(f"{', '.join('--' + name.replace('_', '-') for name in given)}: {why}")
 
 
-def _simulate(requests: list[Request], given: dict[str, Any]) -> dict[str, Any]:
+def _simulate(ctx: click.Context, requests: list[Request], given: dict[str, Any]) -> dict[str, Any]:
     from kvtierd.replay.simulate import SimSettings, Simulation
 
     if given["capacity"] is None:
@@ -177,6 +187,11 @@ def _simulate(requests: list[Request], given: dict[str, Any]) -> dict[str, Any]:
         capacity = parse_capacity(given["capacity"], distinct)
     except CapacityError as e:
         raise click.BadParameter(str(e), param_hint="--capacity") from e
+    for tier, (name, options) in OF_TIERS.items():
+        if tier not in capacity:
+            _refuse(ctx, options, f"that needs {name}, and --capacity has none")
+    if given["admission"] == "all" and not given["write_budget"]:
+        _refuse(ctx, ["second_use_window"], "that goes with --admission second-use or --write-budget")
     block_bytes = 64 << 20 if given["block_size"] is None else given["block_size"]
     if not 1 <= block_bytes <= MAX_BLOCK_BYTES:
         raise click.BadParameter("a block has 1 byte to 4 GiB", param_hint="--block-size")

@@ -240,7 +240,6 @@ class DaemonReplay:
             "evicted_copies": grown("kvtierd_evictions_total"),
             "not_admitted_blocks": grown("kvtierd_nvme_not_admitted_blocks_total"),
             "late_s": {"p50": _at(late, 0.5), "p99": _at(late, 0.99), "max": _at(late, 1.0)},
-            "trace_seconds": round(self._requests[-1].at_s * settings.time_scale, 3),
             "seconds": round(seconds, 3),
         }
 

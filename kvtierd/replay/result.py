@@ -76,7 +76,10 @@ def _ratio(part: int, whole: int) -> float:
 
 
 def figures(requests: list[Request], tally: Tally, tiers: list[Tier], parameters: dict[str, Any]) -> dict[str, Any]:
-    """What every replay reports, as JSON values. Ratios are hit blocks of all blocks of all requests, to four digits."""
+    """What every replay reports, as JSON values. Ratios are hit blocks of all blocks of all requests, to four digits.
+
+    ``trace_seconds`` is when the last request arrives, as scaled by ``parameters["time_scale"]``; what it has begun may go on.
+    """
     seen, asked = ideal_hits(requests)
     return {
         "parameters": parameters,
@@ -86,6 +89,7 @@ def figures(requests: list[Request], tally: Tally, tiers: list[Tier], parameters
         "hit_blocks": tally.hits.total(),
         "prefix_hit_ratio": _ratio(tally.hits.total(), tally.blocks),
         "ideal_prefix_hit_ratio": _ratio(seen, asked),
+        "trace_seconds": round(max(r.at_s for r in requests) * parameters["time_scale"], 3),
         "hit_ratio_by_tier": {t.name.lower(): _ratio(tally.hits[t], tally.blocks) for t in tiers},
         "tenants": {
             name: {

@@ -16,7 +16,7 @@ from typing import Any, Final
 from kvtierd.core import saves
 from kvtierd.core.commands import Progress, StartMoves
 from kvtierd.core.realm import Realm
-from kvtierd.core.saves import BUSY, HELD, LIMIT
+from kvtierd.core.saves import BUSY, LIMIT
 from kvtierd.core.settings import CoreConfig
 from kvtierd.core.slots import RetireExtent
 from kvtierd.core.tickets import GRANTED, ReadTicket, Session
@@ -29,7 +29,7 @@ EXTENTS: Final = 64
 """Extents that a tier has, about: as large in proportion as those of a daemon."""
 LOAD_DEADLINE_S: Final = 60.0
 SAVE_TRIES: Final = 3
-"""Portions of a save that may find no room one after the other; each of them has the core make some."""
+"""Tries of a save that may find no room one after the other; each of them has the core make some."""
 STEP_S: Final = 1e-6
 """Between a client's calls. Traces have many requests at one time; in a daemon no two calls come at the same, and age is exact."""
 IN_FLIGHT_BYTES: Final = 256 << 20
@@ -105,6 +105,7 @@ class _Outcome:
     lost: int = 0
     """Held at arrival, but gone or late when they were to be read."""
     saved: int = 0
+    """Each once a request, however long it stayed."""
     unsaved: int = 0
     """Not saved for lack of room at that moment."""
 
@@ -246,27 +247,25 @@ class Simulation:
             self._news[ticket] = None  # what was let go may have made room for more
 
     def _save(self, load: _Load) -> None:
-        """Save in portions, as many as memory makes necessary, all but what is held."""
+        """Save what was not loaded. As a client does, try again what found no room, and nothing else of the request."""
         core = self.core
-        if load.held == len(load.keys):
-            return
-        present = 0
+        before, todo = load.keys[: load.loaded], load.keys[load.loaded :]
         patience = SAVE_TRIES
-        while patience:
+        while todo and patience:
             self._now += STEP_S
-            grant = core.save(self._now, load.session, load.realm, load.keys, request=saves.Request(devices=self._gpus))
+            request = saves.Request(before=before, devices=self._gpus)
+            grant = core.save(self._now, load.session, load.realm, todo, request=request)
             self._run_commands()  # loads go on after the save
-            outcomes = Counter(core.settle(load.session, grant).outcomes)
+            outcomes = core.settle(load.session, grant).outcomes
             if grant.ticket_id:
                 core.commit(self._now, load.session, grant.ticket_id)
                 self._run_commands()  # loads go on after the save
-            self._outcome.saved += outcomes[GRANTED]
-            more = outcomes[BUSY] + outcomes[LIMIT]
-            before, present = present, outcomes[GRANTED] + outcomes[HELD]
-            if not more:
-                break
-            patience = SAVE_TRIES if present > before else patience - 1
-        self._outcome.unsaved += len(load.keys) - present
+            self._outcome.saved += outcomes.count(GRANTED)
+            refused = {key for key, outcome in zip(todo, outcomes, strict=True) if outcome in (BUSY, LIMIT)}
+            patience = SAVE_TRIES if len(refused) < len(todo) else patience - 1
+            todo = [key for key in load.keys if key in refused]
+            before = [key for key in load.keys if key not in refused]
+        self._outcome.unsaved += len(todo)
         self._settle()
 
     # ---- figures
@@ -315,6 +314,5 @@ class Simulation:
             "demotions": {why: demotions[why] for why in ("ttl", "watermark", "pressure", "extent")},
             "evictions": evictions,
             "not_admitted": dict(sorted(counts.not_admitted.items())),
-            "trace_seconds": round(self._now, 3),
             "seconds": round(seconds, 3),
         }

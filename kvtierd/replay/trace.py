@@ -1,4 +1,8 @@
-"""Conversation traces in the Mooncake schema: one JSON object a line."""
+"""Conversation traces in the Mooncake schema: one JSON object a line.
+
+``hash_ids`` has one id for each 512 tokens of the prompt, and one for a last, partial block; that one may be missing, as in traces
+of engines that hash whole blocks only: such a block counts nowhere.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +39,7 @@ def read_trace(path: Path, limit: int | None = None, *, partial: bool = False) -
     Args:
         path: the file.
         limit: most requests that are read.
-        partial: take a last block that the prompt fills in part along.
+        partial: take a last block that the prompt fills in part along, where it has an id.
 
     Raises:
         TraceError: the file cannot be read, or a line is not a request.
@@ -72,13 +76,15 @@ def _parse(line: str, where: str, partial: bool) -> tuple[float, tuple[int, ...]
         raise TraceError(f"{where}: timestamp and input_length are numbers, hash_ids is a list of whole numbers")
     if not (length >= 0 and 0 <= at_ms < float("inf") and all(0 <= i <= MAX_ID for i in ids)):
         raise TraceError(f"{where}: timestamp and input_length are at least 0, hash_ids from 0 to {MAX_ID}")
-    full = length // TRACE_BLOCK_TOKENS
+    full, begun = length // TRACE_BLOCK_TOKENS, -(-length // TRACE_BLOCK_TOKENS)
     if len(ids) < full:
         raise TraceError(f"{where}: {length} tokens fill {full} blocks of {TRACE_BLOCK_TOKENS}, but hash_ids has {len(ids)}")
+    if len(ids) > begun:
+        raise TraceError(f"{where}: {length} tokens are {begun} blocks of {TRACE_BLOCK_TOKENS} at most, but hash_ids has {len(ids)}")
     tenant = row.get("tenant", "")
     if not (isinstance(tenant, str) and len(tenant) <= MAX_TENANT and (tenant.isprintable() or not tenant)):
         raise TraceError(f"{where}: tenant is a text of at most {MAX_TENANT} printable characters")
-    return float(at_ms), tuple(ids[: -(-length // TRACE_BLOCK_TOKENS) if partial else full]), tenant
+    return float(at_ms), tuple(ids if partial else ids[:full]), tenant
 
 
 def _is_whole(value: object) -> bool:

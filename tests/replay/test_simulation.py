@@ -185,7 +185,61 @@ def test_a_trace_is_read_with_tenants_and_partial_blocks(tmp_path: Path) -> None
     path = tmp_path / "t.jsonl"
     path.write_text(
         '{"timestamp": 5000, "input_length": 1100, "hash_ids": [7, 8, 9], "tenant": "acme"}\n'
-        '{"timestamp": 6000, "input_length": 1024, "hash_ids": [7, 8, 9]}\n'
+        '{"timestamp": 6000, "input_length": 1024, "hash_ids": [7, 8]}\n'
+        '{"timestamp": 7000, "input_length": 1100, "hash_ids": [7, 8]}\n'
     )
-    assert read_trace(path, partial=True) == [Request(0.0, (7, 8, 9), "acme"), Request(1.0, (7, 8))]
+    assert read_trace(path, partial=True) == [Request(0.0, (7, 8, 9), "acme"), Request(1.0, (7, 8)), Request(2.0, (7, 8))]
     assert read_trace(path)[0].blocks == (7, 8)
+
+
+PROMPT = 10
+"""Blocks of each request of :func:`tight`."""
+
+
+def tight(seed: int) -> list[Request]:
+    """A request a second for 40 s, of five prompts of equal length."""
+    r = random.Random(seed)
+    return [Request(float(n), tuple(range(first, first + PROMPT))) for n, first in enumerate(r.choices(range(0, 500, 100), k=41))]
+
+
+@pytest.mark.parametrize("eviction", ["lru", "arc"])
+@pytest.mark.parametrize(
+    ("capacity", "bytes_per_s"),
+    [
+        ({Tier.CPU: 8}, 0.0),
+        ({Tier.CPU: 10}, 0.0),
+        ({Tier.CPU: 13}, 0.0),
+        ({Tier.CPU: 8, Tier.NVME: 12}, 0.0),
+        ({Tier.CPU: 12, Tier.NVME: 45}, 1e9),
+        ({Tier.CPU: 12, Tier.NVME: 45}, 1e6),
+        ({Tier.HBM: 7, Tier.CPU: 14, Tier.NVME: 7}, 0.0),
+        ({Tier.HBM: 7, Tier.CPU: 14, Tier.NVME: 7}, 1e6),
+    ],
+)
+def test_tiers_as_small_as_a_request(capacity: dict[Tier, int], bytes_per_s: float, eviction: str) -> None:
+    """Goal: what is said to be saved is what was, each block once a request, and the time is the trace's.
+
+    Method: tiers about as large as one request, so that saves need several tries, also over a device on which loads go on after
+    the last request; the commits of each request are counted beside the simulation.
+    """
+    simulation = Simulation(SimSettings(capacity, BLOCK, eviction=eviction, nvme_bytes_per_s=bytes_per_s), tight(5))
+    committed: list[int] = []
+    save, commit = simulation._save, simulation.core.commit
+
+    def counting_commit(*given: Any) -> Any:
+        done = commit(*given)
+        committed[-1] += len(done)
+        return done
+
+    def counting_save(load: Any) -> None:
+        committed.append(0)
+        save(load)
+        assert committed[-1] <= PROMPT - load.loaded
+
+    simulation._save, simulation.core.commit = counting_save, counting_commit  # type: ignore[method-assign]
+    figures = simulation.run()
+    simulation.core.check()
+    assert figures["trace_seconds"] == 40.0
+    assert figures["saved_blocks"] == sum(committed) > 0
+    assert figures["saved_blocks"] + figures["unsaved_blocks"] <= figures["blocks"] - figures["hit_blocks"] + figures["lost_blocks"]
+    assert bytes_per_s or simulation._now < 40.1, "moves take no time, so no load waits"
