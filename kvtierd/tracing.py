@@ -114,6 +114,16 @@ def span(name: str, parent: str = "", **attributes: Any) -> Iterator[Span]:
     made.end()
 
 
+def current() -> Span:
+    """The current span, to note something of it; nothing where it is not recorded."""
+    if not on:
+        return NO_SPAN
+    from opentelemetry import trace
+
+    found = trace.get_current_span()
+    return Span(found) if found.is_recording() else NO_SPAN
+
+
 def traceparent() -> str:
     """The current span's; "" where there is none or nothing is traced."""
     if not on:

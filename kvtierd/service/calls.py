@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Final
 
+from kvtierd import tracing
 from kvtierd.core.block import Block
 from kvtierd.core.realm import Realm
 from kvtierd.core.saves import HELD, OUTCOME_NAMES, WHOLE, Request
@@ -20,7 +22,7 @@ from kvtierd.service.admission import Admission
 from kvtierd.service.door import caller
 from kvtierd.service.logs import SlowLog
 from kvtierd.service.metrics import Metrics
-from kvtierd.service.spans import ReadSpans
+from kvtierd.service.spans import ReadSpans, found
 from kvtierd.v1 import kvtier_pb2 as pb
 
 MAX_REQUEST_ID: Final = 64
@@ -106,6 +108,12 @@ class Calls:
         found = attached.requests.pop(request.request_id, None)
         return found if found in attached.core.tickets else None
 
+    @staticmethod
+    def _note_tenant(attached: Attached, ticket_id: int) -> None:
+        """Note in the span of a call whose ticket it is about; before the ticket ends."""
+        if (span := tracing.current()) is not tracing.NO_SPAN and (ticket := attached.core.tickets.get(ticket_id)):
+            span.set(tenant=ticket.realm.tenant.name)
+
     def _seconds(self, ms: int) -> float:
         return min(ms / 1000, self._rt.config.server.max_deadline)
 
@@ -115,6 +123,8 @@ class Calls:
         count = count_keys(request.keys)
         held, tiers = self._rt.lookup(realm, request.keys, each=request.each)
         self._metrics.lookup(realm.tenant.name, held, count)
+        if (span := tracing.current()) is not tracing.NO_SPAN:
+            span.set(tenant=realm.tenant.name, keys=count, held=held, **found(tiers))
         return pb.LookupResponse(boot_epoch=self._epoch, held=held, tiers=tiers)
 
     # ---- save
@@ -132,6 +142,7 @@ class Calls:
         for outcome in grant.outcomes:
             if outcome > HELD:
                 self._metrics.rejected(OUTCOME_NAMES[outcome])
+        note_save(realm.tenant.name, grant.outcomes)
         return pb.SaveResponse(boot_epoch=self._epoch, ticket=grant.ticket_id, outcomes=grant.outcomes, slots=grant.slots)  # type: ignore[arg-type]
 
     def undo_save(self, attached: Attached, answer: pb.SaveResponse) -> None:
@@ -141,10 +152,12 @@ class Calls:
 
     def commit(self, attached: Attached, request: pb.CommitRequest) -> pb.CommitResponse:
         """See ``KvTierService.Commit``."""
+        self._note_tenant(attached, request.ticket)
         published = self._rt.commit(attached, request.ticket, request.indexes)
         in_device = [block for block in published if block.hbm is not None]
         self.count_saved(in_device, "cudaipc")
         self.count_saved([block for block in published if block.hbm is None] if in_device else published, "shm")
+        tracing.current().set(blocks=len(published))
         return pb.CommitResponse(boot_epoch=self._epoch, committed=len(published))
 
     def count_saved(self, published: list[Block], path: str) -> None:
@@ -157,6 +170,7 @@ class Calls:
         """See ``KvTierService.Abort``."""
         ticket_id = self._ticket_of(attached, request)
         if ticket_id is not None:
+            self._note_tenant(attached, ticket_id)
             self._rt.abort(attached, ticket_id, request.indexes)
         return pb.AbortResponse(boot_epoch=self._epoch)
 
@@ -235,6 +249,7 @@ class Calls:
         """See ``KvTierService.Release``."""
         ticket_id = self._ticket_of(attached, request)
         if ticket_id is not None:
+            self._note_tenant(attached, ticket_id)
             self._rt.release(attached, ticket_id, request.indexes)
         return pb.ReleaseResponse(boot_epoch=self._epoch)
 
@@ -276,6 +291,7 @@ class Calls:
 
     def cancel(self, attached: Attached, request: pb.CancelRequest) -> pb.CancelResponse:
         """See ``KvTierService.Cancel``."""
+        self._note_tenant(attached, request.ticket)
         self._rt.cancel(attached, request.ticket)
         self._metrics.prefetch("cancelled")
         return pb.CancelResponse(boot_epoch=self._epoch)
@@ -287,12 +303,14 @@ class Calls:
         realm = await self.realm(attached, request.tenant)
         keys = split_keys(request.keys) if request.keys else None
         evicted = await self._rt.evict([realm], keys, tier_of(request.tier), checked_span("idle_s", request.idle_s))
+        tracing.current().set(tenant=realm.tenant.name, evicted=evicted)
         return pb.EvictResponse(boot_epoch=self._epoch, evicted=evicted)
 
     async def pin(self, attached: Attached, request: pb.PinRequest) -> pb.PinResponse:
         """See ``KvTierService.Pin``."""
         realm = await self.realm(attached, request.tenant)
         ticket = self._rt.pin([realm], split_keys(request.keys), checked_expiry(request.expires_s), tenant=realm.tenant)
+        tracing.current().set(tenant=realm.tenant.name, keys=count_keys(request.keys), pinned=len(ticket.copies))
         return pb.PinResponse(boot_epoch=self._epoch, ticket=ticket.ticket_id if ticket.copies else 0, pinned=len(ticket.copies))
 
     def undo_pin(self, answer: pb.PinResponse) -> None:
@@ -302,8 +320,15 @@ class Calls:
 
     def unpin(self, attached: Attached, request: pb.UnpinRequest) -> pb.UnpinResponse:
         """See ``KvTierService.Unpin``."""
+        tracing.current().set(tenant=attached.tenant)
         self._rt.unpin(request.ticket, attached.tenant)
         return pb.UnpinResponse(boot_epoch=self._epoch)
+
+
+def note_save(tenant: str, outcomes: Sequence[int]) -> None:
+    """Note in the span of a save what became of its keys."""
+    if (span := tracing.current()) is not tracing.NO_SPAN:
+        span.set(tenant=tenant, keys=len(outcomes), **Counter(OUTCOME_NAMES[outcome] for outcome in outcomes))
 
 
 def tier_of(tier: int) -> Tier | None:

@@ -17,7 +17,7 @@ from kvtierd.runtime.sessions import why_barred
 from kvtierd.service import status
 from kvtierd.service.attach import AttachStream
 from kvtierd.service.bytes_path import BytesSaver
-from kvtierd.service.calls import Calls, checked_ttl
+from kvtierd.service.calls import Calls, checked_ttl, note_save
 from kvtierd.service.handlers import HandlerServer
 from kvtierd.service.metrics import Metrics
 from kvtierd.service.spans import call_span, traceparent_of
@@ -201,6 +201,7 @@ class KvTierServicer(kvtier_pb2_grpc.KvTierServiceServicer):
                 raise
             if saver is not None:
                 self._calls.count_saved(saver.published, "grpc")
+                note_save(realm.tenant.name, outcomes)
             return pb.SaveBytesResponse(boot_epoch=self._rt.boot_epoch, outcomes=outcomes)  # type: ignore[arg-type]
 
         return await self._serve(context, "SaveBytes", work)

@@ -65,6 +65,11 @@ def traceparent_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
     return next((str(value) for key, value in context.invocation_metadata() or () if key == "traceparent"), "")
 
 
+def found(masks: bytes) -> Counter[str]:
+    """How many keys were found on each tier, by their masks."""
+    return Counter(next((f"on_{t.name.lower()}" for t in Tier if mask & t.bit), "missing") for mask in masks)
+
+
 class ReadSpans:
     """Spans of loads and prefetches that are under way. Belongs to the event loop; no more than there are tickets."""
 
@@ -78,12 +83,9 @@ class ReadSpans:
         if len(self._open) >= PRUNE_AT:
             for ended in [t for t in self._open if t.closed]:
                 self.end(ended)
-        found: Counter[str] = Counter()
-        for mask in ticket.found_on:
-            found[next((f"on_{t.name.lower()}" for t in Tier if mask & t.bit), "missing")] += 1
         kind = "prefetch" if ticket.prefetch else "load"
         span = self._open[ticket] = tracing.begin(f"kvtierd.daemon.{kind}", traceparent)
-        span.set(tenant=ticket.realm.tenant.name, keys=len(ticket.found_on), **found)
+        span.set(tenant=ticket.realm.tenant.name, keys=len(ticket.found_on), **found(ticket.found_on))
         self._settle(ticket)
 
     def moved(self, report: MoveReport) -> None:

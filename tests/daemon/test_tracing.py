@@ -125,6 +125,11 @@ def program() -> Iterator[Program]:
     tracing.disable()
 
 
+def told(span: Any) -> dict[str, int | str]:
+    """Attributes of a span that a collector was sent, without their prefix."""
+    return {a.key.removeprefix("kvtierd."): a.value.string_value or a.value.int_value for a in span.attributes}
+
+
 def blocks() -> list[bytearray]:
     return [bytearray(KIB64) for _ in KEYS]
 
@@ -165,9 +170,10 @@ def test_a_load_is_one_trace(
     assert served.parent_span_id == load.context.span_id.to_bytes(8, "big")
     assert looked.parent_span_id == lookup.context.span_id.to_bytes(8, "big")
     assert {read.parent_span_id for read in reads} == {served.span_id}
-    told = {a.key: a.value.int_value or a.value.string_value for a in served.attributes}
-    assert told["kvtierd.keys"] == told["kvtierd.on_nvme"] == told["kvtierd.ready"] == 8
-    assert told["kvtierd.tenant"] == "default"
+    told_of = told(served)
+    assert told_of["keys"] == told_of["on_nvme"] == told_of["ready"] == 8
+    assert told_of["tenant"] == "default"
+    assert told(looked) == {"tenant": "default", "keys": 8, "held": 8, "on_nvme": 8}
     assert sum(a.value.int_value for read in reads for a in read.attributes if a.key == "kvtierd.blocks") == 8
     for read in reads:
         assert load.start_time <= read.start_time_unix_nano <= read.end_time_unix_nano <= served.end_time_unix_nano
@@ -198,6 +204,27 @@ def test_saves_prefetches_and_bytes_in_messages(
     assert load.parent_span_id == program.ended("kvtierd.load").context.span_id.to_bytes(8, "big")
     (save,) = collector.named("kvtierd.daemon.savebytes")
     assert save.parent_span_id == program.ended("kvtierd.save").context.span_id.to_bytes(8, "big")
+
+
+def test_every_call_tells_its_tenant_and_what_became_of_its_keys(
+    over_grpc: str, collector: Collector, program: Program,
+    make_daemon: Callable[..., DaemonProcess], make_client: Callable[..., Client],
+) -> None:  # fmt: skip
+    daemon = make_daemon(tracing={"endpoint": over_grpc})
+    client = make_client(daemon, KIB64, tenant="acme")
+    remote = make_client(daemon, KIB64, bytes_only=True, tenant="acme")
+    with program.tracer.start_as_current_span("request"):
+        assert client.save(KEYS[:3], blocks()[:3]).complete
+        assert client.save(KEYS, blocks()).saved == 5
+        assert client.load(KEYS, blocks()).loaded == 8
+        assert remote.save([KEYS[0], bytes([7]) * 32], blocks()[:2]).complete
+        assert client.evict(KEYS[:2]) == 2
+    acme = {"tenant": "acme"}
+    saves = [told(span) for span in collector.named("kvtierd.daemon.save", 2)]
+    assert saves == [acme | {"keys": 3, "granted": 3}, acme | {"keys": 8, "granted": 5, "held": 3}]
+    assert [told(span) for span in collector.named("kvtierd.daemon.commit", 2)] == [acme | {"blocks": 3}, acme | {"blocks": 5}]
+    assert told(collector.named("kvtierd.daemon.savebytes")[0]) == acme | {"keys": 2, "granted": 1, "held": 1}
+    assert told(collector.named("kvtierd.daemon.evict")[0]) == acme | {"evicted": 2}
 
 
 def test_no_spans_where_nobody_traces_and_where_a_trace_is_not_sampled(
