@@ -138,13 +138,13 @@ class Reads:
             rising: a key before has to come up from another tier. None is returned where the copy would then be the last of memory.
         """
         state = self._state
-        config, size = state.config, block.realm.tier_bytes[Tier.CPU]
+        size, capacity = block.realm.tier_bytes[Tier.CPU], state.config.capacity_bytes[Tier.CPU]
         copy, entry = state.readable(block, devices), Entry.READY
-        if copy is None or (ahead_bytes and ahead_bytes + size > config.max_ticket_share * config.capacity_bytes[Tier.CPU]):
+        if copy is None or (ahead_bytes and ahead_bytes + size > state.config.max_ticket_share * capacity):
             lowest = block.nvme
             copy = lowest if lowest is not None and lowest.state is CopyState.READY else ready_copy(block)
             entry = Entry.WAITING
-        is_last = copy.tier is Tier.CPU and not copy.pins and state.pinned_bytes[Tier.CPU] + 2 * size > config.capacity_bytes[Tier.CPU]
+        is_last = copy.tier is Tier.CPU and not copy.pins and state.pinned_bytes[Tier.CPU] + 2 * size > capacity
         return None if rising and is_last else (copy, entry)
 
     def awaited(self) -> set[Block]:

@@ -80,7 +80,7 @@ def _parse(line: str, where: str, partial: bool) -> tuple[float, tuple[int, ...]
     if len(ids) < full:
         raise TraceError(f"{where}: {length} tokens fill {full} blocks of {TRACE_BLOCK_TOKENS}, but hash_ids has {len(ids)}")
     if len(ids) > begun:
-        raise TraceError(f"{where}: {length} tokens are {begun} blocks of {TRACE_BLOCK_TOKENS} at most, but hash_ids has {len(ids)}")
+        raise TraceError(f"{where}: {length} tokens make {begun} blocks of {TRACE_BLOCK_TOKENS}, but hash_ids has {len(ids)}")
     tenant = row.get("tenant", "")
     if not (isinstance(tenant, str) and len(tenant) <= MAX_TENANT and (tenant.isprintable() or not tenant)):
         raise TraceError(f"{where}: tenant is a text of at most {MAX_TENANT} printable characters")

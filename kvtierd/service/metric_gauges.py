@@ -8,7 +8,7 @@ from typing import Final
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from kvtierd.core.limits import TenantClass
+from kvtierd.core.limits import NO_LIMITS, Limits, TenantClass
 from kvtierd.core.stats import StatsSnapshot, TenantStats, TierStats
 from kvtierd.model import DEFAULT_TENANT, Tier
 
@@ -52,12 +52,21 @@ class Flags:
     """Whether each configured folder of the NVMe tier takes new blocks."""
 
 
-def gauge_families(snapshot: StatsSnapshot | None, flags: Flags, labels: Mapping[str, str]) -> list[Metric]:
-    """All gauges. ``labels`` maps the tenants that have a label of their own to it; the others are summed as ``other``."""
+def gauge_families(
+    snapshot: StatsSnapshot | None, flags: Flags, labels: Mapping[str, str], limits: Mapping[str, Limits]
+) -> list[Metric]:
+    """All gauges.
+
+    Args:
+        snapshot: the figures of now; None for none yet.
+        flags: states.
+        labels: the tenants that have a label of their own, and that; the others are summed as ``other``.
+        limits: those of tenants with a label, of whom the snapshot need not know.
+    """
     shot = snapshot or StatsSnapshot(tiers=[], tenants=[], blocks=0, sessions=0, tickets=0)
     return [
         *_tier_families(shot.tiers),
-        *_tenant_families(shot.tenants, labels),
+        *_tenant_families(shot.tenants, labels, limits),
         _gauge("kvtierd_blocks", "Blocks in the index.", [((), shot.blocks)]),
         _gauge("kvtierd_sessions", "Sessions attached.", [((), shot.sessions)]),
         _gauge("kvtierd_tickets", "Tickets open.", [((), shot.tickets)]),
@@ -96,22 +105,19 @@ def _tier_families(tiers: list[TierStats]) -> list[Metric]:
     return families
 
 
-def _tenant_families(tenants: list[TenantStats], labels: Mapping[str, str]) -> list[Metric]:
+def _tenant_families(tenants: list[TenantStats], labels: Mapping[str, str], limits: Mapping[str, Limits]) -> list[Metric]:
     zero = (0, 0, 0)
-    none = (_NO_QUOTA,) * 3
     blocks: dict[str, int] = dict.fromkeys([DEFAULT_TENANT, _OTHER, *labels.values()], 0)
     used = dict.fromkeys(blocks, zero)
-    quota: dict[str, tuple[float, ...]] = dict.fromkeys(blocks, none)
-    reserve = dict.fromkeys(blocks, zero)
-    classes = dict.fromkeys(blocks, TenantClass.STANDARD)
+    limited = dict.fromkeys(blocks, NO_LIMITS) | {label: limits[name] for name, label in labels.items() if name in limits}
     for stats in tenants:
         label = labels.get(stats.tenant, _OTHER)
         blocks[label] += stats.blocks
         used[label] = _add(used[label], stats.used_bytes)
         if label != _OTHER:  # a sum of limits limits nothing
-            quota[label] = tuple(_NO_QUOTA if n is None else n for n in stats.quota_bytes)
-            reserve[label] = stats.limits.reserve_bytes
-            classes[label] = stats.limits.tenant_class
+            limited[label] = stats.limits
+    quota = {k: tuple(_NO_QUOTA if (n := of.quota(t)) is None else n for t in Tier) for k, of in limited.items()}
+    reserve = {k: of.reserve_bytes for k, of in limited.items()}
 
     def by_tier(values: Mapping[str, tuple[float, ...]]) -> Iterable[tuple[tuple[str, ...], float]]:
         return (((label, tier.name.lower()), row[tier]) for label, row in values.items() for tier in Tier)
@@ -129,7 +135,7 @@ def _tenant_families(tenants: list[TenantStats], labels: Mapping[str, str]) -> l
         _gauge(
             "kvtierd_tenant_class",
             "1 for the class of the tenant.",
-            (((k, c.value), float(c is classes[k])) for k in blocks if k != _OTHER for c in TenantClass),
+            (((k, c.value), float(c is limited[k].tenant_class)) for k in blocks if k != _OTHER for c in TenantClass),
             ("tenant", "class"),
         ),
     ]

@@ -9,11 +9,11 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Final, NamedTuple
 
 from kvtierd.core.stats import TenantStats
-from kvtierd.model import Tier
+from kvtierd.model import DEFAULT_TENANT, Tier
 from kvtierd.service.metric_labels import EVICTION_ALIASES, EVICTION_REASONS, MAX_TENANT_LABELS, OTHER
 
 MAX_RELABELS: Final = 10
-"""Tenants that one scrape gives the label of another, which must hold less than half as much."""
+"""Tenants that one scrape gives the label of another, which must hold less than half as much, or have no limits of its own."""
 
 
 class TenantNews(NamedTuple):
@@ -26,29 +26,34 @@ class TenantNews(NamedTuple):
 
 
 def labels_that_change(
-    tenants: list[TenantStats], labelled: Collection[str], pinned: Collection[str]
+    tenants: list[TenantStats], labelled: Collection[str], configured: Collection[str]
 ) -> tuple[list[str], list[str]]:
-    """Tenants that are to get a label, and those that are to lose theirs for it: the largest have one, and the pinned.
+    """Tenants that are to get a label, and those that are to lose theirs for it: the configured ones come first, then the largest.
 
     Args:
-        tenants: all of them.
-        labelled: those that have a label.
-        pinned: those of them that keep it.
+        tenants: those that are known.
+        labelled: those that have a label. The default tenant keeps it.
+        configured: those that have limits of their own; they need not be known.
     """
-    without = [t for t in tenants if t.tenant not in labelled and t.tenant != OTHER]
+    held = {t.tenant: sum(t.used_bytes) for t in tenants}
+
+    def rank(name: str) -> tuple[bool, int]:
+        return name in configured, held.get(name, 0 if name in configured else -1)
+
+    without = [name for name in {**held, **dict.fromkeys(configured)} if name not in labelled and name != OTHER]
     if not without:
         return [], []
     free = max(MAX_TENANT_LABELS - len(labelled), 0)
-    most = heapq.nlargest(free + MAX_RELABELS, without, key=_held_bytes)
-    gain, lose = [t.tenant for t in most[:free]], []
+    most = heapq.nlargest(free + MAX_RELABELS, without, key=rank)
+    gain, lose = most[:free], []
     if len(most) > free:
-        held = {t.tenant: _held_bytes(t) for t in tenants if t.tenant in labelled}
-        least = sorted((name for name in labelled if name not in pinned), key=lambda name: held.get(name, -1))
-        for stats, name in zip(most[free:], least, strict=False):
-            if _held_bytes(stats) <= 2 * held.get(name, -1):
+        least = sorted((name for name in labelled if name != DEFAULT_TENANT), key=rank)
+        for name, other in zip(most[free:], least, strict=False):
+            (is_first, more), (was_first, less) = rank(name), rank(other)
+            if is_first < was_first or (is_first == was_first and more <= 2 * less):
                 break
-            gain.append(stats.tenant)
-            lose.append(name)
+            gain.append(name)
+            lose.append(other)
     return gain, lose
 
 
@@ -75,7 +80,3 @@ class TenantCounts:
             hits = tuple(n - old for n, old in zip(stats.hits, before[0], strict=True))
             yield TenantNews(stats.tenant, hits, stats.misses - before[1], evictions)
         self._before = counted
-
-
-def _held_bytes(stats: TenantStats) -> int:
-    return sum(stats.used_bytes)

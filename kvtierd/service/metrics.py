@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import platform
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, generate_latest
@@ -22,6 +22,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from kvtierd import PROTOCOL_VERSION, __version__
+from kvtierd.core.limits import Limits
 from kvtierd.core.stats import StatsSnapshot, TenantStats
 from kvtierd.errors import Reason
 from kvtierd.model import DEFAULT_TENANT, Tier
@@ -110,7 +111,9 @@ class Metrics(Collector):
         self._make_tier_vecs()
         self._make_service_vecs()
         self._tenants: dict[str, _TenantCells] = {}
-        self._pinned = frozenset((DEFAULT_TENANT, *tenants))
+        self._configured: Collection[str] = frozenset(tenants)
+        self._limits: Mapping[str, Limits] = {}
+        self._shown_limits: dict[str, Limits] = {}
         self._counted = TenantCounts()
         self._other_tenant = _TenantCells(self, OTHER)
         for name in (DEFAULT_TENANT, *tenants):
@@ -319,19 +322,24 @@ class Metrics(Collector):
         source: StatsSource,
         ready: Callable[[], tuple[bool, str]] | None = None,
         counts: CoreCounts | None = None,
+        limits: Mapping[str, Limits] | None = None,
     ) -> None:
         """Name where gauges, readiness and the core's own totals come from.
 
         The core counts for itself: evictions, failed commands, moved blocks, bytes and failures are read from ``counts`` at
-        each refresh, hits and misses from the snapshot's tenants.
+        each refresh, hits and misses from the snapshot's tenants. ``limits`` are those of the tenants that have some of their
+        own at any time; they have a label each, as far as there are enough, whether the core knows them already or not.
         """
         self._source, self._ready, self._counts = source, ready, counts
+        if limits is not None:
+            self._configured = self._limits = limits
 
     def refresh(self) -> None:
         """Take a snapshot for the next scrapes. Call it on the event loop."""
         if self._source is not None:
             self._snapshot = self._source.snapshot()
             self._give_labels(self._snapshot.tenants)
+            self._shown_limits = {name: self._limits[name] for name in self._tenants if name in self._limits}
         if self._ready is not None:
             self.flags.ready = self._ready()[0]
         if self._counts is not None:
@@ -339,8 +347,8 @@ class Metrics(Collector):
             self._take_tenants(self._snapshot.tenants if self._snapshot is not None else [])
 
     def _give_labels(self, tenants: list[TenantStats]) -> None:
-        """Give labels to the tenants that hold most, so that gauges and counters have the same."""
-        gain, lose = labels_that_change(tenants, self._tenants, self._pinned)
+        """Give labels to configured tenants and those that hold most, so that gauges and counters have the same."""
+        gain, lose = labels_that_change(tenants, self._tenants, self._configured)
         for name in lose:
             del self._tenants[name]
             for vec in self._of_tenants:
@@ -372,13 +380,13 @@ class Metrics(Collector):
     def describe(self) -> list[Metric]:
         """Families without samples, so that a registry finds names that clash."""
         vecs: list[CounterVec | HistogramVec] = [*self._counters, *self._histograms]
-        return [*(vec.family(empty=True) for vec in vecs), *gauge_families(None, self.flags, {})]
+        return [*(vec.family(empty=True) for vec in vecs), *gauge_families(None, self.flags, {}, {})]
 
     def collect(self) -> list[Metric]:
         """All families with the counters of now and the gauges of the last :meth:`refresh`."""
         labels = {name: name for name in list(self._tenants)}
         vecs: list[CounterVec | HistogramVec] = [*self._counters, *self._histograms]
-        return [*(vec.family() for vec in vecs), *gauge_families(self._snapshot, self.flags, labels)]
+        return [*(vec.family() for vec in vecs), *gauge_families(self._snapshot, self.flags, labels, self._shown_limits)]
 
 
 async def watch_loop_lag(metrics: Metrics, interval_s: float = 0.25) -> None:

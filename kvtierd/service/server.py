@@ -107,7 +107,8 @@ class Daemon:
             gc.disable()  # recovery makes millions of objects that all stay
             await self.runtime.start()
             stack.push_async_callback(self.runtime.stop)
-            self.metrics.bind(self, self.ready, self.runtime.core.state.counts)
+            state = self.runtime.core.state
+            self.metrics.bind(self, self.ready, state.counts, state.limits)
             self.runtime.runner.on_moves = self._count_moves
             self.runtime.on_checkpoint = self.metrics.checkpoint
             if events is not None:

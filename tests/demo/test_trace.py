@@ -50,7 +50,7 @@ def test_limit_stops_before_what_follows(tmp_path: Path) -> None:
         (b'{"timestamp": 1, "input_length": 512, "hash_ids": [4294967296]}\n', "from 0 to 4294967295"),
         (b'{"timestamp": 1, "input_length": 1024, "hash_ids": [1]}\n', "1024 tokens fill 2 blocks"),
         (b'{"timestamp": 1, "input_length": 600, "hash_ids": []}\n', "line 1: 600 tokens fill 1 blocks"),
-        (b'{"timestamp": 1, "input_length": 600, "hash_ids": [1, 2, 3]}\n', "line 1: 600 tokens are 2 blocks of 512 at most"),
+        (b'{"timestamp": 1, "input_length": 600, "hash_ids": [1, 2, 3]}\n', "line 1: 600 tokens make 2 blocks of 512, but"),
         (b"[1]\n", "line 1"),
         (b"[" * 100_000, "line 1"),
         (b"\xff\xfe\x00\n", "no text file"),

@@ -18,7 +18,7 @@ from prometheus_client.openmetrics import exposition as openmetrics_text
 from prometheus_client.openmetrics import parser as openmetrics_parser
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvtierd.core.limits import Limits
+from kvtierd.core.limits import Limits, TenantClass
 from kvtierd.core.stats import StatsSnapshot, TenantStats, TierStats
 from kvtierd.errors import Reason
 from kvtierd.model import Tier
@@ -209,6 +209,47 @@ def test_tenants_past_the_limit_are_other() -> None:
     total = sum(v for (name, _), v in found.items() if name == "kvtierd_tenant_used_bytes")
     assert total == 3 * (MAX_TENANT_LABELS + 50), "usage without a label of its own is summed, not lost"
     assert value(metrics, "tenant_quota_bytes", tenant="other", tier="cpu") == float("inf"), "a sum of limits limits nothing"
+
+
+def limited(metrics: Metrics) -> set[str]:
+    """Tenants whose quota is told to be 7."""
+    quotas = {labels: v for (name, labels), v in samples(metrics).items() if name == "kvtierd_tenant_quota_bytes"}
+    return {dict(labels)["tenant"] for labels, v in quotas.items() if v == 7}
+
+
+def test_tenants_with_limits_have_series_before_anybody_attaches_for_them(metrics: Metrics) -> None:
+    """Goal: whoever has limits has quota, reserve, class and counters at once, with as many labels as ever.
+
+    Method: limits that are set while the daemon runs, for tenants that the core does not know, some and then very many; labels
+    are all taken by others before.
+    """
+    limits: dict[str, Limits] = {"configured": Limits((None, 7, None))}
+    many = [tenant(f"t{n}", used=(0, 1000 + n, 0)) for n in range(MAX_TENANT_LABELS + 50)]
+    metrics.bind(Source(shot(many)), counts=Counts(), limits=limits)
+    metrics.refresh()
+    assert limited(metrics) == {"configured"}
+    limits["acme"] = Limits((None, 7, None), (0, 5, 0), tenant_class=TenantClass.PREMIUM)
+    metrics.refresh()
+    assert limited(metrics) == {"configured", "acme"}
+    assert value(metrics, "tenant_used_bytes", tenant="acme", tier="cpu") == 0
+    assert value(metrics, "hits_total", tenant="acme", tier="cpu") == 0
+    assert value(metrics, "tenant_reserve_bytes", tenant="acme", tier="cpu") == 5
+    assert value(metrics, "tenant_class", tenant="acme", cls="premium") == 1
+
+    limits.update({f"set{n}": Limits((None, 7, None)) for n in range(5000)})
+    for _ in range(MAX_TENANT_LABELS):
+        metrics.refresh()
+    labels = set(metrics._tenants)
+    assert len(labels) == MAX_TENANT_LABELS and labels - limits.keys() == {"default"}
+    metrics.refresh()
+    assert set(metrics._tenants) == labels, "those that hold nothing do not take turns"
+    metrics.bind(Source(shot([tenant("set4999", used=(0, 9, 0))])), counts=Counts(), limits=limits)
+    metrics.refresh()
+    assert "set4999" in metrics._tenants, "of those with limits the largest come first"
+    del limits["set4999"]
+    metrics.bind(Source(shot(many)), counts=Counts(), limits=limits)
+    metrics.refresh()
+    assert "set4999" not in metrics._tenants and len(metrics._tenants) == MAX_TENANT_LABELS
 
 
 def test_a_tenant_called_other_takes_no_label(metrics: Metrics) -> None:
