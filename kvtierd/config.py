@@ -13,7 +13,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
     BaseModel,
@@ -29,7 +29,7 @@ from pydantic.fields import FieldInfo
 
 from kvtierd.cuda import PIECE_BYTES
 from kvtierd.errors import ConfigError
-from kvtierd.tenant_config import MAX_TENANT_NAME, TenantConfig, is_tenant_name
+from kvtierd.tenant_config import Capacities, TenantConfig, check_tenants, fault_text, name_problem
 from kvtierd.units import (
     MAX_DURATION_S,
     is_loopback,
@@ -45,7 +45,7 @@ from kvtierd.units import (
 )
 
 __all__ = [
-    "MAX_DURATION_S", "MAX_TENANT_NAME", "Config", "CpuConfig", "Duration", "EventsConfig", "Group", "HbmConfig", "LogConfig",
+    "MAX_DURATION_S", "Config", "CpuConfig", "Duration", "EventsConfig", "Group", "HbmConfig", "LogConfig",
     "Mode", "NvmeConfig", "OptionalDuration", "PolicyConfig", "ServerConfig", "Size", "TenantConfig", "TracingConfig", "User",
     "field_paths", "load_config", "parse_address", "parse_duration", "parse_mode", "parse_size", "parse_ttl", "value_of",
 ]  # fmt: skip
@@ -152,10 +152,15 @@ class CpuConfig(_Section):
     prefault: bool = Field(True, description="Fault the whole pool in at the start, in the background.")
     prefault_threads: int = Field(0, ge=0, le=256, description="Threads that prefault; 0 means one per CPU, at most 16.")
     keep: str = Field(
-        "",
-        pattern=r"^(systemd|/.*)?$",
-        description="Where blocks in memory wait over a restart: `systemd`, a folder on tmpfs, or empty for nowhere.",
+        "", description="Where blocks in memory wait over a restart: `systemd`, a folder on tmpfs, or empty for nowhere."
     )
+
+    @field_validator("keep")
+    @classmethod
+    def _is_place(cls, value: str) -> str:
+        if value not in ("", "systemd") and not value.startswith("/"):
+            raise ValueError(f'{shown(value)} is not possible; write "systemd", a folder\'s absolute path, or "" for nowhere')
+        return value
 
     @property
     def extent_bytes(self) -> int:
@@ -172,9 +177,9 @@ class NvmeConfig(_Section):
     ttl: OptionalDuration = Field(None, description='Idle time after which a copy is forgotten; "never" for none.')
     reserve: Size = Field(256 << 20, description="Free space of the file system that is never used.")
     depth: int = Field(8, ge=2, le=256, description="I/Os in flight on each folder.")
-    io: str = Field("auto", pattern="^(auto|threads|kvikio)$", description="I/O engine; auto means threads.")
-    direct: str = Field(
-        "auto", pattern="^(auto|require|off)$", description="O_DIRECT: probe for it, insist on it, or use the page cache."
+    io: Literal["auto", "threads", "kvikio"] = Field("auto", description="I/O engine; auto means threads.")
+    direct: Literal["auto", "require", "off"] = Field(
+        "auto", description="O_DIRECT: probe for it, insist on it, or use the page cache."
     )
     encryption_key_file: Path | None = Field(
         None, description="File with a key of 256 bits, in hex or base64, that blocks are encrypted with; not set: they are not."
@@ -185,9 +190,8 @@ class NvmeConfig(_Section):
     allow_volatile: bool = Field(False, description="Accept a folder on tmpfs or overlayfs.")
     max_bytes_in_flight: Size = Field(256 << 20, description="Bytes that may move from or to NVMe at one time, each way.")
     snapshot_journal: Size = Field(64 << 20, description="Journal size at which a snapshot is written.")
-    admission: str = Field(
+    admission: Literal["all", "second-use"] = Field(
         "all",
-        pattern="^(all|second-use)$",
         description="What is written once the tier is full: every block, or those that are used a second time.",
     )
     second_use_window: Duration = Field(1800.0, description="Time within which a second use counts.")
@@ -200,11 +204,16 @@ class NvmeConfig(_Section):
         """Bytes of one segment with the default worked out."""
         return self.segment or min(256 << 20, max(4 << 20, self.capacity // 16))
 
+    @property
+    def block_bytes(self) -> int:
+        """What blocks may take of the capacity; the rest is for journals and snapshots."""
+        return self.capacity - min(self.capacity // 32, max(16 * self.snapshot_journal, 1 << 30))
+
 
 class PolicyConfig(_Section):
     """Order in which copies leave a tier."""
 
-    eviction: str = Field("lru", pattern="^(lru|arc)$", description="Least recently used first, or adaptive (ARC).")
+    eviction: Literal["lru", "arc"] = Field("lru", description="Least recently used first, or adaptive (ARC).")
     turn_bonus: Duration = Field(
         0.0, description="Blocks of requests that match at least two known ones count as used so much later; with lru only."
     )
@@ -233,9 +242,8 @@ class ServerConfig(_Section):
     token_file: Path | None = Field(
         None, description="TOML file of bearer tokens, read again when it changes; not set: no tokens are asked for."
     )
-    unix_tokens: str = Field(
+    unix_tokens: Literal["all", "admin", "none"] = Field(
         "all",
-        pattern="^(all|admin|none)$",
         description="Which calls on the unix socket need a token, where there is a token_file; on TCP all do.",
     )
     listen: str | None = Field(None, description='TCP address such as "0.0.0.0:9460"; needs tls_* or insecure.')
@@ -279,7 +287,7 @@ class ServerConfig(_Section):
 class LogConfig(_Section):
     """Logging."""
 
-    level: str = Field("info", pattern="^(debug|info|warning|error)$", description="Least level that is written.")
+    level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is written.")
     json_lines: bool = Field(False, description="One JSON object a line instead of text.")
     slow: Duration = Field(1.0, description="Calls and moves that take longer are told as warnings; 0 tells none.")
 
@@ -318,12 +326,15 @@ class EventsConfig(_Section):
 class TracingConfig(_Section):
     """OpenTelemetry spans of calls that clients trace. Needs the extra ``kvtierd[otel]``."""
 
-    endpoint: str | None = Field(
-        None, pattern="^https?://.+", description='OTLP collector, such as "http://127.0.0.1:4317"; not set: no spans.'
-    )
-    protocol: str = Field(
-        "grpc", pattern="^(grpc|http)$", description="OTLP over gRPC, or over HTTP with its whole URL as endpoint."
-    )
+    endpoint: str | None = Field(None, description='OTLP collector, such as "http://127.0.0.1:4317"; not set: no spans.')
+    protocol: Literal["grpc", "http"] = Field("grpc", description="OTLP over gRPC, or over HTTP with its whole URL as endpoint.")
+
+    @field_validator("endpoint")
+    @classmethod
+    def _is_url(cls, value: str | None) -> str | None:
+        if value is not None and not re.match("https?://.", value):
+            raise ValueError(f'{shown(value)} is no URL; write for example "http://127.0.0.1:4317"')
+        return value
 
 
 class Config(_Section):
@@ -353,6 +364,8 @@ class Config(_Section):
             raise ValueError("cpu.extent is larger than cpu.capacity")
         if self.nvme.capacity and not self.nvme.folders:
             raise ValueError('nvme.folders is empty; name at least one folder or set nvme.capacity to "0"')
+        if self.nvme.capacity and len(set(self.nvme.folders)) < len(self.nvme.folders):
+            raise ValueError("nvme.folders names a folder twice; name each once")
         if self.nvme.capacity and self.nvme.segment_bytes > self.nvme.capacity:
             raise ValueError("nvme.segment is larger than nvme.capacity")
         if self.nvme.encryption_key_file and self.nvme.encryption_key_command:
@@ -362,8 +375,8 @@ class Config(_Section):
         if bool(self.server.tls_cert) != bool(self.server.tls_key):
             raise ValueError("server.tls_cert and server.tls_key go together")
         for name in self.tenants:
-            if not is_tenant_name(name):
-                raise ValueError(f"tenants.{name[:80]!r}: a tenant name has 1 to {MAX_TENANT_NAME} printable characters")
+            if problem := name_problem(name):
+                raise ValueError(f"tenants.{name[:80]!r}: {problem}")
         if self.server.tls_client_ca and not self.server.tls_cert:
             raise ValueError("server.tls_client_ca is for TLS; set server.tls_cert and server.tls_key too")
         if self.server.listen and not (self.server.tls_cert or self.server.insecure):
@@ -373,7 +386,14 @@ class Config(_Section):
                 "server.socket_mode lets in users whom server.allow_users and server.allow_groups do not name; "
                 "set it to 0o600, or leave the lists out"
             )
+        check_tenants(self.tenants, self.block_bytes)
         return self
+
+    @property
+    def block_bytes(self) -> Capacities:
+        """What blocks may take of each tier; of the HBM tier None where that depends on how many GPUs there are."""
+        count = len(set(self.hbm.devices)) if self.hbm.devices or not self.hbm.capacity else None
+        return None if count is None else count * self.hbm.pool_bytes, self.cpu.capacity, self.nvme.block_bytes
 
 
 def field_paths(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -492,7 +512,7 @@ def _explain(error: ValidationError) -> str:
             near = difflib.get_close_matches(key, known, 1) or difflib.get_close_matches(key, {k.split(".")[0] for k in known}, 1)
             lines.append(f"unknown key {key}" + (f"; did you mean {near[0]}?" if near else ""))
         else:
-            text = item["msg"].removeprefix("Value error, ")
+            text = fault_text(item)
             lines.append(f"{key}: {text}" if key else text)
     if len(found) > MAX_TOLD:
         lines.append(f"and {len(found) - MAX_TOLD} more")

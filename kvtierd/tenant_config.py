@@ -1,19 +1,40 @@
-"""Limits of one tenant as people write them: the same names and values in the file, on the command line and in what is kept."""
+"""Tenants as people write them: which names there may be, and limits with the same keys and values in the file, on the command line
+and in what is kept. What cannot be of them is decided here, for a configuration as for a daemon that runs.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator, model_validator
 
-from kvtierd.units import Share, amount_text, parse_amount, parse_share, parse_ttl
+from kvtierd.units import Share, amount_text, parse_amount, parse_share, parse_ttl, shown, size_text
 
-__all__ = ["MAX_TENANT_NAME", "TIER_NAMES", "Amount", "OwnTtl", "TenantConfig", "WriteShare", "is_tenant_name"]
+__all__ = [
+    "MAX_TENANT_NAME", "TIER_NAMES", "Amount", "LimitError", "OwnTtl", "TenantConfig", "WriteShare", "bytes_of", "check_quotas",
+    "check_reserves", "check_tenants", "fault_text", "name_problem", "no_tier",
+]  # fmt: skip
 
 MAX_TENANT_NAME: Final = 128
+RESERVED_NAME: Final = "other"
+"""What the metrics call the sum of all tenants without a label of their own."""
+MAX_NAMED: Final = 5
+"""Tenants that one refusal names."""
 TIER_NAMES: Final = ("hbm", "cpu", "nvme")
+_TITLES: Final = {"hbm": "HBM", "cpu": "CPU", "nvme": "NVMe"}
+Capacities = tuple[int | None, int | None, int | None]
+"""Bytes for blocks by tier: 0 where there is no such tier, None where only the daemon's start tells."""
 Amount = Annotated[int | Share | None, PlainValidator(parse_amount), PlainSerializer(amount_text)]
 """Bytes, a share of the tier, or None for no limit."""
+
+
+class LimitError(ValueError):
+    """A limit that cannot be in force. ``key`` is its name; the text says why, and what to do."""
+
+    def __init__(self, key: str, text: str) -> None:
+        super().__init__(text)
+        self.key = key
 
 
 def _own_ttl(value: object) -> object:
@@ -25,9 +46,17 @@ OwnTtl = Annotated[float | Literal["never"] | None, PlainValidator(_own_ttl)]
 WriteShare = Annotated[float, BeforeValidator(parse_share)]
 
 
-def is_tenant_name(name: str) -> bool:
-    """True for 1 to ``MAX_TENANT_NAME`` printable characters."""
-    return bool(name) and name.isprintable() and len(name) <= MAX_TENANT_NAME
+def name_problem(name: str) -> str:
+    """Why no tenant can have this name; empty when one can."""
+    if not (0 < len(name) <= MAX_TENANT_NAME and name.isprintable()):
+        return f"a tenant name has 1 to {MAX_TENANT_NAME} printable characters"
+    if " " in name:
+        return "a tenant name has no spaces"
+    if not {"", ".", ".."}.isdisjoint(name.split("/")):
+        return "a tenant name is no path: what stands before, between or after its slashes is never empty, '.' or '..'"
+    if name == RESERVED_NAME:
+        return f"{name!r} cannot be a tenant's name: the metrics call the sum of all tenants without a label of their own so"
+    return ""
 
 
 class TenantConfig(BaseModel):
@@ -35,15 +64,13 @@ class TenantConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False, frozen=True)
 
-    tenant_class: str = Field(
+    tenant_class: Literal["premium", "standard", "basic"] = Field(
         "standard",
         alias="class",
-        pattern="^(premium|standard|basic)$",
         description="premium may have reserves; basic is not in HBM and goes first for others.",
     )
-    scope: str = Field(
+    scope: Literal["private", "shared"] = Field(
         "private",
-        pattern="^(private|shared)$",
         description="Whether other tenants whose scope is shared find what this one saves, and the other way round.",
     )
     hbm_quota: Amount = Field(
@@ -68,14 +95,14 @@ class TenantConfig(BaseModel):
     @model_validator(mode="after")
     def _consistent(self) -> TenantConfig:
         for tier in TIER_NAMES:
-            reserve = self.reserve(tier)
-            if reserve and self.tenant_class != "premium":
-                raise ValueError(
+            if self.reserve(tier) and self.tenant_class != "premium":
+                raise LimitError(
+                    f"{tier}_reserve",
                     f'{tier}_reserve is for class "premium", and this tenant is {self.tenant_class}; set class = "premium" or '
-                    f"leave the reserve out"
+                    f"leave the reserve out",
                 )
         if self.tenant_class == "basic" and self.hbm_quota:
-            raise ValueError('hbm_quota is set, but class "basic" is never in HBM; leave it out or set another class')
+            raise LimitError("hbm_quota", 'hbm_quota is set, but class "basic" is never in HBM; leave it out or set another class')
         return self
 
     def quota(self, tier: str) -> int | Share | None:
@@ -92,3 +119,62 @@ class TenantConfig(BaseModel):
         """Own TTL on a tier: seconds, "never", or None for the tier's."""
         found: float | str | None = getattr(self, f"{tier}_ttl")
         return found
+
+
+def bytes_of(amount: int | Share, capacity_bytes: int) -> int:
+    """An amount in bytes, of a tier with this capacity."""
+    return int(amount * capacity_bytes) if isinstance(amount, Share) else amount
+
+
+def no_tier(key: str) -> str:
+    """Why a limit on a tier that is not there cannot be."""
+    return f"there is no {_TITLES[key.partition('_')[0]]} tier here; leave {key} out"
+
+
+def check_quotas(config: TenantConfig, capacity_bytes: Capacities) -> None:
+    """Raise LimitError for a reserve that is more than the quota on the same tier."""
+    for tier, capacity in zip(TIER_NAMES, capacity_bytes, strict=True):
+        quota, reserve = config.quota(tier), config.reserve(tier)
+        if quota is None or (capacity is None and isinstance(quota, Share) is not isinstance(reserve, Share)):
+            continue
+        if quota < reserve if capacity is None else bytes_of(quota, capacity) < bytes_of(reserve, capacity):
+            text = f"{tier}_quota ({_words(quota)}) is less than {tier}_reserve ({_words(reserve)})"
+            raise LimitError(f"{tier}_reserve", f"{text}; raise the quota or lower the reserve")
+
+
+def check_reserves(tier: str, reserved_bytes: int, capacity_bytes: int) -> None:
+    """Raise LimitError when all reserves on a tier together are more than it has for blocks."""
+    if reserved_bytes > capacity_bytes:
+        key, all_, has = f"{tier}_reserve", size_text(reserved_bytes), size_text(capacity_bytes)
+        text = f"the reserves on {_TITLES[tier]} would be {all_} in all, and it has {has} for blocks; lower {key} of some tenants"
+        raise LimitError(key, text if capacity_bytes else no_tier(key))
+
+
+def check_tenants(tenants: Mapping[str, TenantConfig], capacity_bytes: Capacities) -> None:
+    """Raise ValueError when not all limits of a configuration can be in force together."""
+    for name, config in tenants.items():
+        try:
+            check_quotas(config, capacity_bytes)
+        except LimitError as e:
+            raise ValueError(f"tenants.{name}: {e}") from None
+    for tier, capacity in zip(TIER_NAMES, capacity_bytes, strict=True):
+        reserves = {name: config.reserve(tier) for name, config in tenants.items() if config.reserve(tier)}
+        if capacity is None or not reserves:
+            continue
+        try:
+            check_reserves(tier, sum(bytes_of(reserve, capacity) for reserve in reserves.values()), capacity)
+        except LimitError as e:
+            more = f" and {len(reserves) - MAX_NAMED} more" if len(reserves) > MAX_NAMED else ""
+            raise ValueError(f"{e} (it is set for {', '.join(list(reserves)[:MAX_NAMED])}{more})") from None
+
+
+def _words(amount: int | Share) -> str:
+    return str(amount) if isinstance(amount, Share) else size_text(amount)
+
+
+def fault_text(item: Mapping[str, Any]) -> str:
+    """What is wrong with one value, in words, from an entry of a ``ValidationError``'s errors."""
+    if item["type"] == "literal_error":
+        expected = item["ctx"]["expected"].replace("'", '"')
+        return f"{shown(item['input'])} is not possible; write {expected}"
+    return "unknown key" if item["type"] == "extra_forbidden" else str(item["msg"]).removeprefix("Value error, ")

@@ -15,6 +15,7 @@ from typing import Final
 _SIZE_UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _SIZE_UNITS |= {f"{p}b": n for p, n in list(_SIZE_UNITS.items()) if p not in ("", "b")}
 _SIZE_UNITS |= {f"{p}i{s}": 1024 ** (i + 1) for i, p in enumerate("kmgt") for s in ("", "b")}
+_SIZE_STEPS: Final = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 _DURATION_UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -76,6 +77,14 @@ def shown(value: object) -> str:
 def parse_size(value: object) -> int:
     """Bytes of a size such as 4096, "64MiB" or "1.5 GB", at most 1 EiB. Raises ValueError with an example."""
     return int(_number_with_unit(value, _SIZE_UNITS, "size", '"256MiB"', MAX_SIZE_BYTES, "1 EiB"))
+
+
+def size_text(size_bytes: int) -> str:
+    """A size as a key may say it: "64MiB", or the mere number where no unit divides it."""
+    for step, unit in _SIZE_STEPS:
+        if size_bytes and size_bytes % step == 0:
+            return f"{size_bytes // step}{unit}"
+    return str(size_bytes)
 
 
 def parse_duration(value: object) -> float:

@@ -1,4 +1,4 @@
-"""Checks of who may call the daemon: its tokens, and its API on TCP."""
+"""Checks of who may call the daemon, and of what tenants may use: tokens, the API on TCP, limits."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from kvtierd.cli.findings import Finding, Level
 from kvtierd.config import Config
 from kvtierd.errors import ConfigError
 from kvtierd.runtime.tokens import read_grants
+from kvtierd.tenant_config import TIER_NAMES, check_tenants
 
-__all__ = ["check_listen", "check_tokens"]
+__all__ = ["check_limits", "check_listen", "check_tokens"]
 
 
 def check_tokens(config: Config) -> Iterator[Finding]:
@@ -49,3 +50,31 @@ def check_listen(config: Config) -> Iterator[Finding]:
         yield Finding(name, Level.WARN, f"{server.listen} with neither tokens nor client certificates", meaning, fix)
     else:
         yield Finding(name, Level.OK, f"{server.listen} asks who calls")
+
+
+def check_limits(config: Config, gpus: int) -> Iterator[Finding]:
+    """Limits of tenants, where there are any, on this host: what a configuration alone cannot tell."""
+    if not config.tenants:
+        return
+    name = "limits of tenants"
+    hbm, cpu, nvme = config.block_bytes
+    capacity = (gpus * config.hbm.pool_bytes if hbm is None and gpus else hbm, cpu, nvme)
+    try:
+        check_tenants(config.tenants, capacity)
+    except ValueError as e:
+        meaning = f"with {gpus} GPUs here; the daemon starts with a reserve out of force"
+        yield Finding(name, Level.ERROR, str(e), meaning, "correct the reserves, or hbm.capacity")
+        return
+    idle = sorted(
+        {
+            key
+            for tier, size in zip(TIER_NAMES, capacity, strict=True)
+            for key in (f"{tier}_quota", f"{tier}_reserve", f"{tier}_ttl")
+            if size == 0 and any(getattr(tenant, key) for tenant in config.tenants.values())
+        }
+    )
+    if idle:
+        fix = "leave them out, unless this file is for other hosts too"
+        yield Finding(name, Level.WARN, f"{', '.join(idle)} are set", "there is no such tier here, so they do nothing", fix)
+    else:
+        yield Finding(name, Level.OK, f"of {len(config.tenants)}; their reserves fit")

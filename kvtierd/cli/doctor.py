@@ -9,7 +9,7 @@ from typing import Any, Final
 import click
 from rich.text import Text
 
-from kvtierd.cli.checks_access import check_listen, check_tokens
+from kvtierd.cli.checks_access import check_limits, check_listen, check_tokens
 from kvtierd.cli.checks_gpu import Cuda, check_cuda, check_gds, check_packages, find_cuda
 from kvtierd.cli.checks_memory import (
     check_cgroup,
@@ -54,6 +54,7 @@ def examine(config: Config, host: Host, cuda: Cuda) -> Iterator[Finding]:
         storage += [(f"folder {f}", partial(check_folder, host, config, f)) for f in config.nvme.folders]
     devices: list[tuple[str, Callable[[], Iterable[Finding]]]] = [
         ("CUDA", lambda: [check_cuda(config, cuda)]),
+        ("limits of tenants", lambda: check_limits(config, len(cuda.devices))),
         ("GPUDirect Storage", lambda: [check_gds(host, config, cuda)]),
         ("Python packages", lambda: [check_packages()]),
     ]

@@ -24,6 +24,7 @@ __all__ = [
     "format_count",
     "format_seconds",
     "make_table",
+    "not_in_force",
     "print_json",
     "tier_name",
 ]
@@ -68,6 +69,11 @@ def format_seconds(seconds: float) -> str:
 def clean(text: str) -> str:
     """Text from a client or a file with everything that could steer a terminal replaced by ``?``."""
     return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def not_in_force(tenant: str, problem: str) -> str:
+    """A line about limits of a tenant that were set and do not hold."""
+    return clean(f"not in force for {tenant}: {problem}")
 
 
 def console(*, stderr: bool = False) -> Console:

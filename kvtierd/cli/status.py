@@ -18,6 +18,7 @@ from kvtierd.cli.output import (
     format_count,
     format_seconds,
     make_table,
+    not_in_force,
     print_json,
     tier_name,
 )
@@ -47,7 +48,7 @@ def status(ctx: click.Context, as_json: bool, tenant: str | None, again: bool, e
     with ctx.ensure_object(Settings).connect() as daemon:
         # The first look fails like any other command, so that a wrong address does not end in an endless wait.
         answer = _ask(daemon, tenant)
-        if tenant is not None and not answer.tenants and not answer.sessions:
+        if tenant is not None and not (answer.tenants or answer.sessions or answer.tenant_problems):
             raise RequestError(
                 Reason.NOT_FOUND, f"the daemon knows no tenant {clean(tenant)!r}; 'kvtierd status' lists those it knows"
             )
@@ -74,6 +75,8 @@ def _ask(daemon: AdminConnection, tenant: str | None) -> admin_pb2.GetStatusResp
             answer.ClearField(name)
             if kept:
                 getattr(answer, name).extend(kept)
+        for name in answer.tenant_problems.keys() - {tenant}:
+            del answer.tenant_problems[name]
     return answer
 
 
@@ -134,6 +137,7 @@ def status_json(answer: admin_pb2.GetStatusResponse) -> dict[str, Any]:
             for s in answer.sessions
         ],
         "counters": dict(sorted(answer.counters.items())),
+        "tenant_problems": dict(sorted(answer.tenant_problems.items())),
     }
 
 
@@ -159,6 +163,7 @@ def render_status(answer: admin_pb2.GetStatusResponse, address: str) -> Renderab
     parts += [Text(clean(f"folder {f.path} is {f.problem}"), style="red") for f in problems]
     if answer.tenants:
         parts += [Text(""), _tenant_table(answer)]
+    parts += [Text(not_in_force(name, why), style="yellow") for name, why in sorted(answer.tenant_problems.items())[:MAX_ROWS]]
     parts += [Text(""), _session_table(answer) if answer.sessions else Text("no sessions", style="dim")]
     without = [s for s in answer.sessions if s.no_device]
     parts += [Text(f"session {s.id} is given no GPU memory: {clean(s.no_device)}", style="yellow") for s in without]

@@ -10,13 +10,13 @@ import click
 from kvtierd.cli.connection import DEFAULT_TIMEOUT_S, AdminConnection
 from kvtierd.cli.options import Settings, admin_options, json_option
 from kvtierd.cli.output import (
-    clean,
     console,
     counted,
     format_bytes,
     format_count,
     format_seconds,
     make_table,
+    not_in_force,
     print_json,
     tier_name,
 )
@@ -133,7 +133,7 @@ def set_(ctx: click.Context, /, name: str, reset: tuple[str, ...], as_json: bool
     if as_json:
         print_json(_tenant_json(answer.tenant) | {"kept": answer.kept})
         return
-    console().print(_table([answer.tenant]))
+    _show([answer.tenant])
     if not answer.kept:
         click.echo("a restart of the daemon forgets this: it has no NVMe tier to keep it in", err=True)
 
@@ -163,10 +163,7 @@ def list_(ctx: click.Context, tenant: str, as_json: bool) -> None:
     if not found:
         click.echo("no tenants", err=True)
         return
-    console().print(_table(found))
-    for info in found:
-        if info.problem:
-            click.echo(f"not in force for {clean(info.tenant)}: {clean(info.problem)}", err=True)
+    _show(found)
 
 
 @tenants.command("rm")
@@ -247,9 +244,12 @@ def _tenant_json(info: Any) -> dict[str, Any]:
     }
 
 
-def _table(found: list[Any]) -> Any:
+def _show(found: list[Any]) -> None:
     columns = ("tenant", "class", "scope", "cpu", "nvme", "ttl", ">writes", ">blocks", ">hit rate", ">sessions", "limits from")
-    return make_table("", columns, (_row(info) for info in found))
+    console().print(make_table("", columns, (_row(info) for info in found)))
+    for info in found:
+        if info.problem:
+            click.echo(not_in_force(info.tenant, info.problem), err=True)
 
 
 def _row(info: Any) -> tuple[str, ...]:

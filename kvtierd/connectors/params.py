@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvtierd.config import MAX_DURATION_S, parse_duration
-from kvtierd.tenant_config import MAX_TENANT_NAME, is_tenant_name
+from kvtierd.tenant_config import name_problem
 from kvtierd.units import shown
 
 __all__ = ["DEFAULT_PIN_S", "RequestSettings", "request_settings"]
@@ -81,9 +81,9 @@ def _tenant(key: str, value: object) -> str:
     if value is None:
         return ""
     text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-    if not isinstance(text, str) or not is_tenant_name(text):
-        raise ValueError(f"{key} is a name of 1 to {MAX_TENANT_NAME} printable characters; got {shown(value)}")
-    return text
+    if problem := name_problem(text if isinstance(text, str) else ""):
+        raise ValueError(f"{key}: {problem}; got {shown(value)}")
+    return str(text)
 
 
 def _flag(key: str, value: object) -> bool:

@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
-from kvtierd.config import MAX_TENANT_NAME, Config
+from kvtierd.config import Config
 from kvtierd.core.block import Block, CopyState
 from kvtierd.core.realm import Realm, Tenant
 from kvtierd.core.saves import BUSY, WHOLE, Request
 from kvtierd.core.tickets import PinTicket, ReadTicket, SaveGrant
 from kvtierd.core.tier_core import TierCore
-from kvtierd.errors import Reason, RequestError, StartupError
+from kvtierd.errors import Reason, RequestError
 from kvtierd.model import DEFAULT_TENANT, Namespace, Tier
 from kvtierd.runtime import decisions
 from kvtierd.runtime.background import Background
@@ -30,11 +30,10 @@ from kvtierd.runtime.restart import BudgetKeeper, recover, snapshot_chunks
 from kvtierd.runtime.reuse import ReuseSampler
 from kvtierd.runtime.sessions import Attached, Sessions
 from kvtierd.runtime.settings import core_config
-from kvtierd.runtime.tenants import TenantBook
+from kvtierd.runtime.tenants import TenantBook, check_name
 from kvtierd.runtime.tokens import Grant, Tokens
 from kvtierd.runtime.waiting import Waiters
 from kvtierd.runtime.wallclock import WallClock
-from kvtierd.tenant_config import is_tenant_name
 from kvtierd.tiers.base import RealmInfo
 from kvtierd.tiers.cpu import CpuPool
 from kvtierd.tiers.hbm import HbmPool
@@ -99,13 +98,11 @@ class Runtime:
             self.nvme = await asyncio.to_thread(NvmeStore.open, self.config.nvme, clock=self.now)
         gpus = len(self.hbm.devices) if self.hbm else 0
         sizes = core_config(self.config, self.nvme.capacity_bytes if self.nvme else 0, gpus)
-        try:
-            self.tenants = TenantBook(self.config.tenants, sizes.capacity_bytes)
-        except ValueError as e:
-            raise StartupError(str(e)) from e
+        self.tenants = TenantBook(self.config.tenants, sizes.capacity_bytes)
         kept = await asyncio.to_thread(self.nvme.load_tenants) if self.nvme else None
         if kept is not None:
             self.tenants.adopt(kept.sequence, kept.tenants)
+        self.tenants.tell_problems()
         self.core = TierCore(sizes, self.tenants.limits)
         if self.nvme is not None:
             self.recovered_before = await recover(self.core, self.nvme, self.wall)
@@ -192,16 +189,16 @@ class Runtime:
     async def forget_override(self, name: str) -> None:
         """Take away what was set for a tenant: the configuration's limits hold again, or none. Raises RequestError IO."""
         async with self._tenant_lock:
-            if self.tenants.source(name) == "api" or name in self.tenants.aside:
+            if self.tenants.source(name) == "api":
                 await self._keep_tenant(name, None)
 
     async def _keep_tenant(self, name: str, override: dict[str, Any] | None) -> None:
         book = self.tenants
         if self.nvme is not None:
             await asyncio.to_thread(self.nvme.save_tenants, SavedTenants(book.sequence + 1, book.after(name, override)))
-        limits = book.commit(name, override)
-        log.info("limits of tenant %r are now %s", name, limits if limits is not None else "none")
-        self.core.set_limits(self.now(), name, limits)
+        for changed, limits in book.commit(name, override).items():
+            log.info("limits of tenant %r are now %s", changed, limits if limits is not None else "none")
+            self.core.set_limits(self.now(), changed, limits)
         self.apply()
 
     # ---- sessions and realms
@@ -212,11 +209,10 @@ class Runtime:
         Raises:
             RequestError: BAD_REQUEST for a tenant name that cannot be; LIMIT for too many realms.
         """
+        check_name(tenant)
         known = self.core.known_realm(tenant, namespace.fingerprint())
         if known is not None:
             return known
-        if not is_tenant_name(tenant):
-            raise RequestError(Reason.BAD_REQUEST, f"a tenant name has at most {MAX_TENANT_NAME} printable characters")
         kept = (realm_id for attached in self.sessions for realm_id in attached.realm_ids)  # looked at only when places are rare
         before = set(self.core.state.realms) if decisions.wanted() else set()
         realm, _ = self.core.open_realm(tenant, namespace, kept=kept)

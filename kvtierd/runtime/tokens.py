@@ -10,6 +10,7 @@ import hashlib
 import hmac
 import logging
 import os
+import re
 import stat
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
@@ -18,10 +19,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Final
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
 
 from kvtierd.errors import ConfigError, Reason, RequestError
-from kvtierd.tenant_config import is_tenant_name
+from kvtierd.runtime.tenants import check_name
+from kvtierd.tenant_config import fault_text, name_problem
 
 log = logging.getLogger(__name__)
 
@@ -49,10 +51,11 @@ class Grant:
 
     def speaks_for(self, tenant: str) -> bool:
         """Whether it may act for a tenant."""
-        return is_tenant_name(tenant) and any(fnmatchcase(tenant, pattern) for pattern in self.tenants)
+        return not name_problem(tenant) and any(fnmatchcase(tenant, pattern) for pattern in self.tenants)
 
     def check_tenant(self, tenant: str) -> None:
-        """Raise RequestError PERMISSION unless it may act for a tenant."""
+        """Raise RequestError: BAD_REQUEST when no tenant can have this name, PERMISSION unless it may act for the tenant."""
+        check_name(tenant)
         if not self.speaks_for(tenant):
             text = (
                 f"the token {self.name!r} does not speak for tenant {tenant[:128]!r}; add it to the token's tenants in the daemon"
@@ -65,10 +68,17 @@ class _Entry(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    sha256: str | None = Field(None, pattern="^[0-9a-fA-F]{64}$")
+    sha256: str | None = None
     token: SecretStr | None = None
     tenants: list[str] = Field(default_factory=list, max_length=1024)
     admin: bool = False
+
+    @field_validator("sha256")
+    @classmethod
+    def _is_digest(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch("[0-9a-fA-F]{64}", value):
+            raise ValueError("write the 64 hex digits that sha256sum makes of the token")
+        return value
 
     def digest(self, name: str) -> bytes:
         """SHA-256 of the token. Raises ConfigError when there is none, or one that could be guessed."""
@@ -121,7 +131,7 @@ def read_grants(path: Path) -> dict[str, Grant]:
     except OSError as e:
         raise ConfigError(f"cannot read the token file {path}: {e.strerror}") from e
     except ValidationError as e:
-        wrong = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in e.errors(include_input=False))
+        wrong = "; ".join(f"{'.'.join(map(str, item['loc']))}: {fault_text(item)}" for item in e.errors(include_input=False))
         raise ConfigError(f"the token file {path}: {wrong}") from None
     except (ValueError, RecursionError) as e:
         why = "it is no UTF-8" if isinstance(e, UnicodeDecodeError) else str(e)

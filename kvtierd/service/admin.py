@@ -119,6 +119,7 @@ class AdminServicer(admin_pb2_grpc.KvTierAdminServiceServicer):
             counters=self._metrics.totals() | self._moves() | _budget(shot),
             blocks=shot.blocks,
             draining=rt.core.state.draining,
+            tenant_problems={name: rt.tenants.problem(name) for name in itertools.islice(rt.tenants.problems, MAX_PAGE)},
         )
 
     def _moves(self) -> dict[str, float]:

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import re
 import types
 import typing
 from pathlib import Path
@@ -36,7 +35,11 @@ HEAD: Final = """# Configuration
 `kvtierd serve --config FILE` reads one TOML file. A variable wins over the file and a flag over both: `cpu.capacity` is
 `KVTIERD_CPU_CAPACITY`, or `--set cpu.capacity=2GiB`. In a variable or flag, a list is separated by colons. Unknown keys are errors
 that name the nearest key. [deploy/kvtierd.toml](../deploy/kvtierd.toml) is a file with all of them; `kvtierd config` shows what is
-in force here, `kvtierd config --running` what a running daemon was started with, `kvtierd serve --check` whether a file is fine.
+in force here, `kvtierd config --running` what a running daemon was started with.
+
+`kvtierd serve --check` says whether a file is fine: each key and value, and whether they go together, such as the reserves of all
+tenants and the tiers that they are on. It exits with 0, or with 2 and what to do, as `kvtierd serve` does for the same file.
+Whether this machine is fine too, with its folders, sockets, memory, GPUs and the files that are named, `kvtierd doctor` checks.
 
 * **size**: bytes, as `4096`, `"64MiB"` or `"1.5GB"` (units of 1024 with an i, of 1000 without).
 * **share**: of the tier, as `"20%"`.
@@ -78,9 +81,9 @@ def _possible(name: str, info: Any) -> str:
         return KINDS[kind]
     limits: dict[str, Any] = {}
     for item in info.metadata:
-        limits.update({key: value for key in ("ge", "gt", "le", "pattern") if (value := getattr(item, key, None)) is not None})
-    if choices := re.fullmatch(r"\^\(([\w|-]+)\)\$", limits.get("pattern", "")):
-        return ", ".join(f'`"{choice}"`' for choice in choices[1].split("|"))
+        limits.update({key: value for key in ("ge", "gt", "le") if (value := getattr(item, key, None)) is not None})
+    if typing.get_origin(info.annotation) is typing.Literal:
+        return ", ".join(f'`"{choice}"`' for choice in typing.get_args(info.annotation))
     if typing.get_origin(info.annotation) is list:
         return LISTS[_item_type(info.annotation)]
     kind = _type(info.annotation)

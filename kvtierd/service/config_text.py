@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from kvtierd.config import Config, Duration, OptionalDuration, Size, TenantConfig, field_paths
 from kvtierd.tenant_config import Amount, OwnTtl, WriteShare
-from kvtierd.units import Share
+from kvtierd.units import Share, size_text
 
 __all__ = ["config_json", "config_toml", "held", "kind_of", "reference_toml", "value_text"]
 
@@ -23,7 +23,6 @@ _ALIASES = (
     ("ttl", OptionalDuration),
     ("ttl", OwnTtl),
 )
-_SIZE_STEPS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 _DURATION_STEPS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
 
 
@@ -122,10 +121,8 @@ def kind_of(name: str, info: Any) -> str:
 
 
 def _size(value: int) -> str:
-    for step, unit in _SIZE_STEPS:
-        if value and value % step == 0:
-            return f'"{value // step}{unit}"'
-    return str(value)
+    text = size_text(value)
+    return text if text.isdigit() else f'"{text}"'
 
 
 def _duration(value: object) -> str:

@@ -13,7 +13,8 @@ from kvtierd.service.metrics import Metrics
 __all__ = ["reference"]
 
 OPEN_LABELS: Final = {
-    "tenant": f"a tenant's name: {MAX_TENANT_LABELS} in all, the configured ones and those that hold most; `other` for the rest",
+    "tenant": f"a tenant's name: {MAX_TENANT_LABELS} in all, the configured ones and those that hold most; "
+    "`other` for the rest, so no tenant can be called that",
     "folder": "a configured folder of the NVMe tier",
     "version": "the daemon's",
     "protocol": "of its API",

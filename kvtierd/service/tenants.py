@@ -59,7 +59,7 @@ class TenantCalls:
             hits=sum(tenant.hits),
             misses=tenant.misses,
             sessions=sessions,
-            problem=book.problems.get(name, ""),
+            problem=book.problem(name),
         )
 
     async def set(self, request: pb.SetTenantRequest) -> pb.SetTenantResponse:
@@ -81,7 +81,7 @@ class TenantCalls:
         name, book, state = request.tenant, self._rt.tenants, self._rt.core.state
         self._check_known(name)
         configured = book.is_configured(name)
-        is_set = book.source(name) == "api" or name in book.aside
+        is_set = book.source(name) == "api"
         if not (is_set or request.evict):
             where = "has limits in the configuration only: change them there" if configured else "has no limits of its own"
             raise RequestError(Reason.BAD_REQUEST, f"tenant {name!r} {where}; or say evict to forget its blocks")
@@ -93,6 +93,7 @@ class TenantCalls:
                 Reason.BAD_REQUEST,
                 f"tenant {name!r} has {held}, which would have no limits; say evict to forget its blocks, or force to keep them",
             )
+        book.check(name, {})
         evicted = 0
         if request.evict and tenant is not None:
             evicted = await self._rt.evict(list(tenant.realms), None, None, 0.0)

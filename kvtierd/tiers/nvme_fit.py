@@ -24,8 +24,8 @@ def journal_limits(config: NvmeConfig) -> tuple[int, int, int]:
     Returns:
         Bytes for extents, journal bytes at which a snapshot is due, journal bytes at which writes are refused.
     """
-    aside = min(config.capacity // 32, max(16 * config.snapshot_journal, 1 << 30))
-    return config.capacity - aside, min(config.snapshot_journal, aside // 8), aside * 7 // 16
+    aside = config.capacity - config.block_bytes
+    return config.block_bytes, min(config.snapshot_journal, aside // 8), aside * 7 // 16
 
 
 def drop_doubles(folders: Sequence[Folder]) -> None:

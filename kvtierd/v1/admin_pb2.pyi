@@ -138,7 +138,7 @@ class SessionStatus(_message.Message):
     def __init__(self, id: _Optional[str] = ..., client_name: _Optional[str] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., fingerprint: _Optional[str] = ..., processes: _Optional[int] = ..., tickets: _Optional[int] = ..., ticket_bytes: _Optional[int] = ..., age_s: _Optional[float] = ..., pid: _Optional[int] = ..., devices: _Optional[str] = ..., no_device: _Optional[str] = ...) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("boot_epoch", "version", "uptime_s", "tiers", "tenants", "sessions", "counters", "blocks", "draining")
+    __slots__ = ("boot_epoch", "version", "uptime_s", "tiers", "tenants", "sessions", "counters", "blocks", "draining", "tenant_problems")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -146,6 +146,13 @@ class GetStatusResponse(_message.Message):
         key: str
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class TenantProblemsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     BOOT_EPOCH_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
@@ -155,6 +162,7 @@ class GetStatusResponse(_message.Message):
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    TENANT_PROBLEMS_FIELD_NUMBER: _ClassVar[int]
     boot_epoch: int
     version: str
     uptime_s: float
@@ -164,7 +172,8 @@ class GetStatusResponse(_message.Message):
     counters: _containers.ScalarMap[str, float]
     blocks: int
     draining: bool
-    def __init__(self, boot_epoch: _Optional[int] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., tenants: _Optional[_Iterable[_Union[TenantStatus, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ..., blocks: _Optional[int] = ..., draining: bool = ...) -> None: ...
+    tenant_problems: _containers.ScalarMap[str, str]
+    def __init__(self, boot_epoch: _Optional[int] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., tenants: _Optional[_Iterable[_Union[TenantStatus, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ..., blocks: _Optional[int] = ..., draining: bool = ..., tenant_problems: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class GetMetricsRequest(_message.Message):
     __slots__ = ()

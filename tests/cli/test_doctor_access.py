@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvtierd.cli.checks_access import check_listen, check_tokens
+from kvtierd.cli.checks_access import check_limits, check_listen, check_tokens
 from kvtierd.cli.findings import Finding, Level
 from kvtierd.config import Config
 
@@ -52,3 +52,20 @@ def test_tcp(server: dict[str, Any], level: Level) -> None:
     assert finding.level is level
     assert finding.fix or level is Level.OK
     assert not list(check_listen(Config()))
+
+
+def limits(gpus: int, tenants: dict[str, Any], **sections: Any) -> Finding:
+    [finding] = check_limits(Config.model_validate({"tenants": tenants} | sections), gpus)
+    return finding
+
+
+def test_limits_of_tenants() -> None:
+    assert not list(check_limits(Config(), 0))
+    reserve = {"vip": {"class": "premium", "hbm_reserve": "3GiB", "cpu_reserve": "10%"}}
+    hbm = {"capacity": "2GiB"}
+    assert limits(2, reserve, hbm=hbm).level is Level.OK
+    small = limits(1, reserve, hbm=hbm)
+    assert (small.level, "3GiB in all" in small.found, "1 GPUs" in small.meaning) == (Level.ERROR, True, True)
+    assert limits(0, reserve, hbm=hbm).level is Level.OK, "that there is no GPU is another check's"
+    idle = limits(0, {"a": {"nvme_quota": "1GiB", "hbm_ttl": "1min"}, "b": {"hbm_quota": 0}}, nvme={"capacity": 0})
+    assert (idle.level, idle.found) == (Level.WARN, "hbm_ttl, nvme_quota are set")

@@ -220,3 +220,16 @@ def test_serve_check_starts_nothing(kvtierd: Kvtierd, served: list[Config]) -> N
     assert "kvtierd doctor" in result.output
     assert kvtierd("serve", "--check", "--cpu-capacity", "1B").exit_code == 2
     assert served == []
+
+
+@pytest.mark.parametrize("command", [["serve", "--check"], ["serve"], ["doctor"], ["config"]])
+def test_limits_of_tenants_are_part_of_every_check(
+    kvtierd: Kvtierd, served: list[Config], tmp_path: Path, command: list[str]
+) -> None:
+    """A quota below its reserve was fine for `serve --check` and the doctor, and kept `serve` from starting with status 1."""
+    file = tmp_path / "a.toml"
+    file.write_text('[tenants.a]\nclass = "premium"\ncpu_reserve = "20%"\ncpu_quota = "10%"\n')
+    result = kvtierd(*command, "--config", file)
+    assert result.exit_code == 2
+    assert "cpu_quota (10%) is less than cpu_reserve (20%); raise the quota or lower the reserve" in result.output
+    assert served == []

@@ -91,17 +91,24 @@ def test_json_has_everything(admin: Any, kvtierd: Kvtierd) -> None:
 
 def test_one_tenant_is_shown_without_the_others(admin: Any, kvtierd: Kvtierd) -> None:
     others = {
-        "tenants": [admin_pb2.TenantStatus(tenant="other", blocks=9)],
-        "sessions": [admin_pb2.SessionStatus(id="s2", client_name="elsewhere", tenant="other")],
+        "tenants": [admin_pb2.TenantStatus(tenant="second", blocks=9)],
+        "sessions": [admin_pb2.SessionStatus(id="s2", client_name="elsewhere", tenant="second")],
+        "tenant_problems": {"second": "cpu_reserve: too much", "third": "nvme_reserve: too much"},
     }
+    admin.answers["GetStatus"] = answer(**others)
+    everything = kvtierd("status", "--address", admin.address).output
+    assert "not in force for second: cpu_reserve: too much" in everything and "elsewhere" in everything
     admin.answers["GetStatus"] = answer(**others)
     data = json.loads(kvtierd("status", "--address", admin.address, "--tenant", "acme", "--json").output)
     assert [t["tenant"] for t in data["tenants"]] == ["acme"]
     assert [s["client_name"] for s in data["sessions"]] == ["vllm-0"]
     assert data["counters"] == {}, "the totals are everybody's"
+    assert data["tenant_problems"] == {}
     text = kvtierd("status", "--address", admin.address, "--tenant", "acme").output
     assert "acme" in text
-    assert "elsewhere" not in text
+    assert "elsewhere" not in text and "not in force" not in text
+    unseen = kvtierd("status", "--address", admin.address, "--tenant", "third")
+    assert unseen.exit_code == 0 and "not in force for third: nvme_reserve" in unseen.output
 
 
 def test_a_tenant_that_nobody_knows_is_an_error(admin: Any, kvtierd: Kvtierd) -> None:

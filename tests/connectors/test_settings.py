@@ -70,6 +70,8 @@ def test_good_values(name: str, value: Any, understood: Any) -> None:
         ("max_loads", 10**400),
         ("tenant", "x" * 129),
         ("tenant", "a\nb"),
+        ("tenant", "other"),
+        ("salt_tenants", {"s": "a b"}),
         ("salt_tenants", {"s": "x" * 129}),
         ("revision", "\ud800"),
         ("address", "localhost:5555"),

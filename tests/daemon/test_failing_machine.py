@@ -153,7 +153,8 @@ def test_a_start_on_a_dead_disk_says_why(disk: FaultyDisk, make_faulty: MakeDaem
 
 
 def test_a_start_without_one_of_two_folders(disk: FaultyDisk, make_faulty: MakeDaemon, make_client: MakeClient) -> None:
-    daemon = make_faulty("a", "b", nvme={"segment": "16MiB"})
+    vip = {"class": "premium", "nvme_reserve": "48MiB", "cpu_reserve": "1MiB"}
+    daemon = make_faulty("a", "b", nvme={"segment": "16MiB"}, tenants={"vip": vip})
     client = make_client(daemon, SIZE)
     for _ in range(6):
         save(client, keys := new_keys(20))
@@ -167,6 +168,8 @@ def test_a_start_without_one_of_two_folders(disk: FaultyDisk, make_faulty: MakeD
     problems = {f.path: f.problem for f in tier.folders}
     assert problems[f"{disk.under}/a"] == "" and problems[f"{disk.under}/b"].startswith("lost: ")
     assert "Input/output error" in problems[f"{disk.under}/b"] and tier.capacity_bytes < whole_bytes
+    assert _reserves(daemon) == (0, MIB, 0), "what does not fit without the folder waits for it"
+    assert "nvme_reserve: the reserves on NVMe would be 48MiB" in daemon.status().tenant_problems["vip"]
     with daemon.admin() as stub:
         text = stub.GetMetrics(pb.GetMetricsRequest()).text
     assert f'kvtierd_nvme_folder_up{{folder="{disk.under}/b"}} 0.0' in text
@@ -178,10 +181,16 @@ def test_a_start_without_one_of_two_folders(disk: FaultyDisk, make_faulty: MakeD
     disk.heal()
     daemon.start()
     assert not any(f.problem for f in daemon.status().tiers[-1].folders)
+    assert _reserves(daemon) == (0, MIB, 48 * MIB) and not daemon.status().tenant_problems
     client = make_client(daemon, SIZE)
     load_all(client, keys)
     assert load_all(client, fresh) == set(range(20)), "what was saved meanwhile is there"
     assert "was away while others of its cache were in use" in check_log(daemon)
+
+
+def _reserves(daemon: DaemonProcess) -> tuple[int, ...]:
+    with daemon.admin() as stub:
+        return tuple(t.reserve_bytes for t in stub.ListTenants(pb.ListTenantsRequest(tenant="vip")).tenants[0].tiers)
 
 
 def test_a_dead_disk_holds_no_shutdown_up(disk: FaultyDisk, make_faulty: MakeDaemon, make_client: MakeClient) -> None:

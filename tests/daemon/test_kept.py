@@ -92,7 +92,7 @@ def restart(daemon: DaemonProcess) -> None:
 def test_blocks_in_memory_survive_restarts(keeping: MakeDaemon, make_client: MakeClient) -> None:
     daemon = keeping(nvme=NO_NVME)
     client = make_client(daemon, SIZE)
-    other = make_client(daemon, SIZE, tenant="other")
+    other = make_client(daemon, SIZE, tenant="second")
     keys, gone, short, theirs = new_keys(20), new_keys(2), new_keys(1), new_keys(5)
     save(client, keys[:10])
     save(client, gone)
@@ -102,7 +102,7 @@ def test_blocks_in_memory_survive_restarts(keeping: MakeDaemon, make_client: Mak
     assert client.evict(gone) == 2
     for _ in range(2):
         restart(daemon)
-        client, other = make_client(daemon, SIZE), make_client(daemon, SIZE, tenant="other")
+        client, other = make_client(daemon, SIZE), make_client(daemon, SIZE, tenant="second")
         assert held(client, keys + gone + short) == IN_CPU * 20 + bytes(2) + IN_CPU
         assert held(other, theirs) == IN_CPU * 5
         assert not any(held(other, keys)), "each tenant its own"
@@ -187,13 +187,13 @@ def test_extents_that_are_given_up_are_not_kept(keeping: MakeDaemon, make_client
     keys, others = new_keys(40), new_keys(100)
     save(make_client(daemon, SIZE), keys)
     restart(daemon)
-    client = make_client(daemon, SIZE, tenant="other")
+    client = make_client(daemon, SIZE, tenant="second")
     for start in range(0, 100, 10):
         save(client, others[start : start + 10])
     before = held(client, others)
     client.close()
     restart(daemon)
-    assert held(make_client(daemon, SIZE, tenant="other"), others) == before
+    assert held(make_client(daemon, SIZE, tenant="second"), others) == before
     assert sum(p.stat().st_blocks * 512 for p in folder.iterdir()) <= 17 * MIB
 
 

@@ -88,7 +88,7 @@ def test_what_loads_hold_counts_as_slots(make_daemon: MakeDaemon, make_client: M
 
 def test_pins_hold_so_much(make_daemon: MakeDaemon, make_client: MakeClient) -> None:
     daemon = make_daemon(cpu={"capacity": "4MiB", "extent": "1MiB"}, nvme={"capacity": "0"})
-    one, other, third = (make_client(daemon, SIZE, tenant=name) for name in ("one", "other", "third"))
+    one, other, third = (make_client(daemon, SIZE, tenant=name) for name in ("one", "second", "third"))
     keys = [os.urandom(32) for _ in range(16)]
     for client in (one, other, third):
         for part in (keys[:8], keys[8:]):

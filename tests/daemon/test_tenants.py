@@ -17,15 +17,26 @@ from click.testing import CliRunner, Result
 
 from kvtierd.cli import cli
 from kvtierd.client import Client
-from kvtierd.errors import StartupError
+from kvtierd.errors import Reason, RequestError, StartupError
 from kvtierd.model import Namespace
+from kvtierd.tenant_config import TenantConfig
 from kvtierd.testing.daemon import DaemonProcess
 from kvtierd.v1 import admin_pb2 as pb
 from tests.daemon.conftest import MIB
+from tests.daemon.test_hostile import until
 
 MakeDaemon = Callable[..., DaemonProcess]
 MakeClient = Callable[..., Client]
 SMALL: dict[str, Any] = {"cpu": {"capacity": "32MiB", "extent": "2MiB"}, "nvme": {"capacity": "0"}}
+
+
+BAD_NAMES: dict[str, str] = {
+    "a\tb": "a tenant name has 1 to 128 printable characters",
+    "x" * 129: "a tenant name has 1 to 128 printable characters",
+    "my team": "a tenant name has no spaces",
+    "team/..": "a tenant name is no path",
+    "other": "'other' cannot be a tenant's name",
+}
 
 
 def new_keys(count: int) -> list[bytes]:
@@ -143,15 +154,17 @@ def test_what_cannot_be_is_refused_at_once(make_daemon: MakeDaemon) -> None:
     assert "lower cpu_reserve" in refused(daemon, *set_, "--class", "premium", "--cpu-reserve", "51%")
     assert "raise the quota" in refused(daemon, *set_, "--class", "premium", "--cpu-reserve", "4MiB", "--cpu-quota", "3MiB")
     assert 'set class = "premium"' in refused(daemon, *set_, "--cpu-reserve", "1MiB")
-    assert "basic" in refused(daemon, *set_, "--class", "basic", "--hbm-quota", "1MiB")
-    assert "no NVME tier" in refused(daemon, *set_, "--class", "premium", "--nvme-reserve", "1MiB")
+    for option in ("--nvme-reserve 1MiB", "--nvme-reserve 10%", "--nvme-quota 1MiB", "--ttl-nvme 5m", "--ttl-nvme never"):
+        assert "no NVMe tier here; leave nvme_" in refused(daemon, *set_, "--class", "premium", *option.split()), option
+    assert "no HBM tier here; leave hbm_quota out" in refused(daemon, *set_, "--hbm-quota", "50%")
     assert "premium" in refused(daemon, *set_, "--class", "gold")
     for amount in ("-1", "nan", "inf", "101%", "-5%", "nan%", "lots"):
         assert "20%" in refused(daemon, *set_, "--cpu-quota", amount), amount
     assert "exclude" in refused(daemon, *set_, "--cpu-quota", "1MiB", "--no-cpu-quota")
     assert "no key" in refused(daemon, *set_, "--reset", "cpu_quta")
     assert "nothing" in refused(daemon, *set_)
-    assert "printable" in refused(daemon, "tenants", "set", "a\tb", "--cpu-quota", "1MiB")
+    for name, why in BAD_NAMES.items():
+        assert why in refused(daemon, "tenants", "set", name, "--cpu-quota", "1MiB")
     assert "NOT_FOUND" in refused(daemon, "tenants", "rm", "new")
     assert "configuration" in refused(daemon, "tenants", "rm", "vip")
     wrong = [
@@ -171,8 +184,39 @@ def test_what_cannot_be_is_refused_at_once(make_daemon: MakeDaemon) -> None:
             assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
     assert set(listed(daemon)) == {"vip"}, "nothing of it was done"
     daemon.kill()
-    with pytest.raises(StartupError, match="lower cpu_reserve"):
+    with pytest.raises(StartupError, match=r"(?s)status 2.*lower cpu_reserve"):
         make_daemon("other", **SMALL, tenants={name: {"class": "premium", "cpu_reserve": "60%"} for name in "ab"})
+
+
+def test_one_limit_is_not_set_and_reset_at_once(make_daemon: MakeDaemon) -> None:
+    """`--reset cpu_quota --cpu-quota 1MiB` dropped the quota, and said that all was well."""
+    daemon = make_daemon(**SMALL)
+    options = {"class": ["--class=premium"], "scope": ["--scope=shared"], "write_budget_share": ["--write-budget-share=10%"]}
+    for tier in ("hbm", "cpu", "nvme"):
+        options[f"{tier}_quota"] = [f"--{tier}-quota=1MiB", f"--no-{tier}-quota"]
+        options[f"{tier}_reserve"] = [f"--{tier}-reserve=1MiB"]
+        options[f"{tier}_ttl"] = [f"--ttl-{tier}=5m", f"--ttl-{tier}=tier"]
+    assert {info.alias or name for name, info in TenantConfig.model_fields.items()} == set(options)
+    for key, ways in options.items():
+        for way in ways:
+            text = refused(daemon, "tenants", "set", "t", way, "--reset=scope", f"--reset={key}")
+            assert f"{key} is to be set and to be reset; leave one of the two out" in text
+    assert listed(daemon) == {}
+    assert run(daemon, "tenants", "set", "t", "--cpu-quota=1MiB", "--reset=scope").exit_code == 0
+
+
+def test_no_session_and_no_call_names_a_tenant_that_cannot_be(
+    make_daemon: MakeDaemon, make_client: MakeClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    daemon = make_daemon(**SMALL)
+    client = make_client(daemon)
+    for name, why in BAD_NAMES.items():
+        caplog.clear()
+        with Client(client.namespace, daemon.address, tenant=name):
+            assert until(lambda said=f"no KV cache for now: {why}": said in caplog.text, 30), name  # type: ignore[misc]
+        with pytest.raises(RequestError, match=why) as error:
+            client.lookup(new_keys(1), tenant=name)
+        assert error.value.reason is Reason.BAD_REQUEST
 
 
 def test_what_was_set_survives_a_restart_and_wins_over_the_file(make_daemon: MakeDaemon) -> None:
@@ -184,7 +228,8 @@ def test_what_was_set_survives_a_restart_and_wins_over_the_file(make_daemon: Mak
     assert run(daemon, "tenants", "set", "api", *options.split()).exit_code == 0
     answer = json.loads(run(daemon, "tenants", "set", "file", "--no-cpu-quota", "--nvme-quota", "0", "--json").output)
     assert answer["kept"] and answer["source"] == "api"
-    assert run(daemon, "tenants", "set", "big", "--class", "premium", "--cpu-reserve", "40MiB").exit_code == 0
+    big = "--class premium --cpu-reserve 40MiB --ttl-cpu 1m"
+    assert run(daemon, "tenants", "set", "big", *big.split()).exit_code == 0
     before = listed(daemon)
     assert daemon.stop() == 0
     daemon.start()
@@ -202,8 +247,15 @@ def test_what_was_set_survives_a_restart_and_wins_over_the_file(make_daemon: Mak
     daemon.start()
     after = listed(daemon)
     assert after["api"]["quota_bytes"]["cpu"] == 16 * MIB, "shares follow the capacity"
-    assert "lower cpu_reserve" in after["big"]["problem"] and after["big"]["source"] == ""
-    assert "not in force" in run(daemon, "tenants", "list").stderr
+    why = "cpu_reserve: the reserves on CPU would be 44MiB in all, and it has 32MiB for blocks; lower cpu_reserve of some tenants"
+    assert after["big"]["problem"] == why and after["big"]["reserve_bytes"]["cpu"] == 0
+    assert (after["big"]["limits"]["class"], after["big"]["limits"]["cpu_ttl"]) == ("premium", 60.0), "all else holds"
+    assert f"not in force for big: {why}" in run(daemon, "tenants", "list").stderr
+    assert f"not in force for big: {why}" in run(daemon, "status", "--tenant=big").output
+    assert "cpu_reserve of tenant 'big' is not in force" in daemon.log()
+    assert "not in force for big" in run(daemon, "tenants", "set", "big", "--ttl-cpu", "2m").stderr, "and can be changed"
+    assert run(daemon, "tenants", "set", "big", "--cpu-reserve", "28MiB").stderr == ""
+    assert listed(daemon)["big"]["reserve_bytes"]["cpu"] == 28 * MIB
     for name in ("file", "big", "api"):
         assert run(daemon, "tenants", "rm", name).exit_code == 0
     assert daemon.stop() == 0

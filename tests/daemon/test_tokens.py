@@ -282,11 +282,11 @@ def test_calls_in_progress_end_with_their_token_too(guarded: Guarded, make_clien
 def test_more_tenants_for_a_token_end_no_session(guarded: Guarded, make_client: MakeClient) -> None:
     team = make_client(guarded.daemon, SIZE, token_file=guarded.token("team"), tenant="team")
     session = team.session_token
-    guarded.write({**ENTRIES, "team": {**ENTRIES["team"], "tenants": ["team", "other"]}})
+    guarded.write({**ENTRIES, "team": {**ENTRIES["team"], "tenants": ["team", "second"]}})
 
     def allowed() -> bool:
         with contextlib.suppress(RequestError):
-            return team.lookup([bytes(32)], tenant="other").reason is None
+            return team.lookup([bytes(32)], tenant="second").reason is None
         return False
 
     assert until(allowed)
@@ -346,8 +346,8 @@ def read_grants_of(folder: Path) -> object:
         ("[tokens.a]\n", "tokens.a needs one of sha256 and token"),
         ('[tokens.a]\ntoken = "0123456789abcdef"\nsha256 = "' + "0" * 64 + '"\n', "tokens.a needs one of sha256 and token"),
         ('[tokens.a]\ntoken = "short"\n', "openssl rand"),
-        ('[tokens.a]\nsha256 = "abc"\n', r"tokens\.a\.sha256"),
-        ('[tokens.a]\nsha256 = "' + "0" * 64 + '"\ntenant = "x"\n', r"tokens\.a\.tenant: Extra"),
+        ('[tokens.a]\nsha256 = "abc"\n', r"tokens\.a\.sha256: write the 64 hex digits"),
+        ('[tokens.a]\nsha256 = "' + "0" * 64 + '"\ntenant = "x"\n', r"tokens\.a\.tenant: unknown key"),
         ('[tokens.a]\nsha256 = "' + "0" * 64 + '"\ntenants = "x"\n', r"tokens\.a\.tenants"),
         ('[tokens.a]\nsha256 = "' + "0" * 64 + '"\n[tokens.b]\nsha256 = "' + "0" * 64 + '"\n', "are the same token"),
         ("tokens = 3\n", "tokens: Input"),

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from kvtierd.client.address import ADDRESS_VARIABLE, socket_path
 from kvtierd.connectors import lmcache
-from kvtierd.tenant_config import MAX_TENANT_NAME, is_tenant_name
+from kvtierd.tenant_config import name_problem
 
 PREFIX: Final = "kvtierd."
 ROLES: Final = ("both", "save", "load")
@@ -166,8 +166,8 @@ def _check_address(key: str, address: str) -> None:
 
 
 def _check_tenant(key: str, name: str) -> None:
-    if name and not is_tenant_name(name):
-        raise ValueError(f"{key}: the name of a tenant has at most {MAX_TENANT_NAME} printable characters; got {name!r}")
+    if name and (problem := name_problem(name)):
+        raise ValueError(f"{key}: {problem}; got {name!r}")
 
 
 def _number(key: str, kind: str, value: Any, low: float, high: float) -> float | int:
