@@ -141,15 +141,22 @@ def json_option(text: str = "Write JSON.") -> Callable[[Callable[..., R]], Calla
     return click.option("--json", "as_json", is_flag=True, help=text)
 
 
+def _interval(text: str) -> float:
+    """Seconds between two looks; not so few that a daemon does little else than answer."""
+    seconds = duration(text)
+    if seconds < MIN_INTERVAL_S:
+        raise click.BadParameter(f"{text!r} is too short; write at least {1000 * MIN_INTERVAL_S:g}ms")
+    return seconds
+
+
 def every_option(text: str = "Time between two looks.") -> Callable[[Callable[..., R]], Callable[..., R]]:
     """``--every``: seconds between two looks at a daemon, ``MIN_INTERVAL_S`` at least, as ``every_s``."""
     return click.option(
         "--every",
         "every_s",
-        type=duration,
+        type=_interval,
         default="2s",
         show_default=True,
         metavar="DURATION",
-        callback=lambda _ctx, _option, every_s: max(every_s, MIN_INTERVAL_S),
         help=text,
     )

@@ -180,3 +180,12 @@ def test_nobody_there_at_first_is_an_error(kvtierd: Kvtierd, short_dir: Any) -> 
     result = kvtierd("top", "--address", short_dir / "none.sock", "--count", 1)
     assert result.exit_code == 3
     assert "no daemon at" in result.output
+
+
+@pytest.mark.parametrize("command", [["top"], ["status", "--watch"]])
+@pytest.mark.parametrize("every", ["0s", "199ms"])
+def test_looks_without_a_pause_are_refused(admin: Any, kvtierd: Kvtierd, command: list[str], every: str) -> None:
+    result = kvtierd(*command, "--address", admin.address, "--every", every)
+    assert result.exit_code == 2
+    assert f"'{every}' is too short; write at least 200ms" in result.output
+    assert admin.requests == []
