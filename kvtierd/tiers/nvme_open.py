@@ -167,12 +167,21 @@ class _Opening:
                     save_pool(folder, plan.pool)
             if id(folder) in plan.stale:
                 logs[id(folder)] = self._load_journal(folder, plan.pool)
+        self._settle(plan.pool)
         drop_doubles(folders)
         fit_capacity(folders, journal_limits(config)[0], {folder_id: records for folder_id, (records, _) in logs.items()})
         usable_bytes = usable_bytes_of(config, folders, lost=len(self._lost))
         lost = {path: str(error) for path, error in self._lost.items()}
         cipher = cipher_of(self._key, plan.pool.pool_id) if self._key is not None else None
         return Opened(folders, plan.pool, usable_bytes, self._journals, logs, lost, cipher)
+
+    def _settle(self, pool: PoolFile) -> None:
+        """A new tag is in all folders: the former one counts no more."""
+        if pool.membership.before:
+            pool.membership = pool.membership.settled()
+            for folder in self._folders:
+                with work_on(folder):
+                    save_pool(folder, pool)
 
     def _load_journal(self, folder: Folder, pool: PoolFile) -> tuple[list[Records], FileHeader]:
         with work_on(folder):
@@ -198,13 +207,14 @@ class _Opening:
             if not former.knows(os.path.realpath(path)):
                 raise error
         present = {os.path.realpath(folder.path): folder.mount for folder in self._folders}
-        membership = former.after(present, [os.path.realpath(path) for path in self._lost])
+        silent = {os.path.realpath(folder.path) for folder, pool, _ in found if pool is None}
+        membership = former.after(present, [os.path.realpath(path) for path in self._lost], silent)
         key_check = check_value(self._key, pool_id) if self._key is not None else ""
         # A folder that has lost its pool.json says nothing of itself; the others know whether it was there.
         away = {
             id(folder)
             for folder, pool, _ in found
-            if (pool.membership.tag != former.tag if pool else not former.may_have(os.path.realpath(folder.path)))
+            if not (pool.membership.was_there(former) if pool else former.may_have(os.path.realpath(folder.path)))
         }
         pools = [pool for folder, pool, _ in found if pool is not None and id(folder) not in away]
         stale = dict.fromkeys(away, AWAY)

@@ -5,6 +5,7 @@ Method: one of two folders is lost in each way there is, blocks are saved meanwh
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import pytest
 
 from kvtierd.errors import StartupError
 from kvtierd.model import slot_id
-from kvtierd.tiers import folder, log_file, pool_file
+from kvtierd.tiers import folder, log_file, nvme_open, pool_file
 from kvtierd.tiers.base import Result
 from kvtierd.tiers.nvme import NvmeStore
 from tests.tiers.conformance import assert_held, block, key_of, realm_of, slot_bytes_for
@@ -161,6 +162,74 @@ def test_a_new_device_in_the_place_of_a_lost_one_is_taken(folders: tuple[Path, P
     store, recovered = open_store(config_for(a, b, capacity=CAPACITY))
     assert not store.lost and {key for _, key, *_ in recovered.blocks} == {key_of(n) for n in of_a}
     store.close()
+
+
+def test_an_old_device_that_takes_the_place_of_a_new_one_is_not_believed(folders: tuple[Path, Path]) -> None:
+    a, b = folders
+    of_a = in_folder(a)
+    b.rename(b.with_name("unplugged"))
+    b.mkdir()  # something is mounted there
+    store, recovered = open_store(config_for(a, b, capacity=CAPACITY))
+    fresh = range(recovered.next_extent_id, recovered.next_extent_id + 4)
+    for extent in fresh:  # numbers that the old device has used, too
+        save(store, extent, recovered.next_generation + extent, name=f"new {extent}")
+    of_new_b = {extent for extent in in_folder(b) if extent in fresh}
+    assert of_new_b and of_new_b != set(fresh)
+    store.close()
+    b.rename(b.with_name("new"))
+    find(b)
+    store, recovered = open_store(config_for(a, b, capacity=CAPACITY))
+    kept = {key_of(f"new {extent}") for extent in set(fresh) - of_new_b}
+    assert {key for _, key, *_ in recovered.blocks} == {key_of(n) for n in of_a} | kept
+    store.close()
+
+
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("written", range(5))
+def test_a_start_that_ends_half_way_takes_no_folder_for_one_that_was_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: int, back: bool
+) -> None:
+    a, b, c = folders = [tmp_path / name for name in "abc"]
+    monkeypatch.setattr(folder, "mount_point_of", lambda path: str(path) if os.path.isdir(path) else "/")
+    config = config_for(*folders, capacity=CAPACITY)
+    store, _ = open_store(config)
+    store.register_realm(REALM)
+    for extent in range(1, 7):
+        save(store, extent, extent)
+    store.close()
+    left = {key_of(n) for path in (a, c) for n in in_folder(path)}
+    assert in_folder(a) and in_folder(b) and in_folder(c)
+    b.rename(b.with_name("unplugged"))
+    ends = []
+    for _ in range(2):
+        with monkeypatch.context() as patch, contextlib.suppress(StartupError):
+            patch.setattr(nvme_open, "save_pool", ends_after(written))
+            NvmeStore.open(config).close()
+            ends.append("served")
+    assert len(ends) == max(written - 2, 0), "of 4 files to write, and of the last one the next time"
+    if back:
+        find(b)
+    store, recovered = open_store(config)
+    found = {key for _, key, *_ in recovered.blocks}
+    assert found >= left, "what was there all along stays"
+    assert found == left or (back and not ends), "what was away while others were served does not"
+    store.close()
+    store, recovered = open_store(config)
+    assert {key for _, key, *_ in recovered.blocks} == found
+    store.close()
+
+
+def ends_after(written: int) -> Callable[..., None]:
+    """Files are written so many times, and then the start is over."""
+    left = [written]
+
+    def save(*args: Any) -> None:
+        if not left[0]:
+            raise StartupError("killed")
+        left[0] -= 1
+        pool_file.save_pool(*args)
+
+    return save
 
 
 def test_a_folder_that_was_never_in_use_is_no_lost_one(folders: tuple[Path, Path], tmp_path: Path) -> None:
