@@ -17,9 +17,11 @@ import hashlib
 import importlib
 import os
 import secrets
+import select
 import shlex
 import stat
 import subprocess
+import time
 from pathlib import Path
 from typing import Any, Final
 
@@ -87,17 +89,38 @@ def _from_file(path: Path) -> bytes:
 def _from_command(command: str) -> bytes:
     name = "nvme.encryption_key_command"
     try:
+        words = shlex.split(command)
+        if not words:
+            raise StartupError(f"{name} names no program: name one, or leave the key out")
         # What it says of errors goes where the daemon's log goes; its output goes nowhere.
-        done = subprocess.run(  # noqa: S603 - the operator's own command, and no shell
-            shlex.split(command), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, timeout=KEY_COMMAND_S, check=False
-        )
+        with subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as process:  # noqa: S603 - the operator's own
+            try:
+                output, status = _output_of(process)
+            finally:
+                process.kill()  # nothing where it has ended
     except subprocess.TimeoutExpired:
         raise StartupError(f"{name} took longer than {KEY_COMMAND_S:.0f} s; see what it waits for") from None
     except (OSError, ValueError) as e:
         raise StartupError(f"{name} cannot be run: {e}") from None
-    if done.returncode:
-        raise StartupError(f"{name} ended with status {done.returncode}; run it by hand as the daemon's user to see why")
-    return _parsed(done.stdout, f"the output of {name}")
+    if status:
+        raise StartupError(f"{name} ended with status {status}; run it by hand as the daemon's user to see why")
+    return _parsed(output, f"the output of {name}")
+
+
+def _output_of(process: subprocess.Popen[bytes]) -> tuple[bytes, int]:
+    """What a process writes, no more than is looked at, and its status. Raises TimeoutExpired."""
+    assert process.stdout is not None
+    until_s = time.monotonic() + KEY_COMMAND_S
+    ready, output = select.poll(), b""
+    ready.register(process.stdout, select.POLLIN)
+    while len(output) <= MAX_KEY_FILE_BYTES:
+        if not ready.poll(max(until_s - time.monotonic(), 0) * 1000):
+            raise subprocess.TimeoutExpired(process.args, KEY_COMMAND_S)
+        piece = os.read(process.stdout.fileno(), MAX_KEY_FILE_BYTES)
+        if not piece:
+            return output, process.wait(max(until_s - time.monotonic(), 0))
+        output += piece
+    return output, 0  # it is no key, however it would go on
 
 
 def _parsed(text: bytes, name: str) -> bytes:

@@ -194,9 +194,18 @@ def test_a_bad_key_file_is_refused_without_telling_it(tmp_path: Path, text: str,
         ("/no/such/program", "cannot be run"),
         ("echo 'unclosed", "cannot be run"),
         ("echo secret", "the output of nvme.encryption_key_command is no key"),
+        ("yes secret", "the output of nvme.encryption_key_command is no key"),
+        (" ", "names no program"),
+        ("sh -c 'echo secret; exec 1>&-; exec sleep 100'", "took longer than 1 s; see what it waits for"),
+        ("sh -c 'sleep 100; echo secret'", "took longer than 1 s; see what it waits for"),
+        ("sh -c 'kill -9 $$'", "ended with status -9"),
     ],
 )
-def test_a_command_that_gives_no_key_is_refused(tmp_path: Path, command: str, words: str) -> None:
+def test_a_command_that_gives_no_key_is_refused(
+    tmp_path: Path, command: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "sleep" in command:
+        monkeypatch.setattr(encryption, "KEY_COMMAND_S", 1.0)
     with pytest.raises(StartupError) as refused:
         read_key(config_for(tmp_path, encryption_key_command=command))
     assert words in str(refused.value) and "secret" not in str(refused.value)
