@@ -94,6 +94,9 @@ class Daemon:
     async def serve(self) -> int:
         """Run until a signal or a failure. Returns the exit status. Raises StartupError when it cannot start."""
         config = self.config
+        # From the first moment on: in a container nobody else would, and what a start takes over from memory is to be kept again.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._asked_to_stop)
         keeper = open_keeper(config.cpu.keep, config.cpu.capacity)
         check_limits(config.cpu.capacity, held=keeper.held_bytes() if keeper else 0)
         async with contextlib.AsyncExitStack() as stack:
@@ -135,8 +138,6 @@ class Daemon:
             self._supervise("admission", self._admission.watch())
             if self.runtime.tokens is not None:
                 self._supervise("tokens", self.runtime.tokens.watch(self.runtime.review_sessions))
-            for number in (signal.SIGTERM, signal.SIGINT):
-                asyncio.get_running_loop().add_signal_handler(number, self.stopping.set)
             self._up = True
             log.info("kvtierd %s serves on %s", __version__, config.server.socket)
             await self.stopping.wait()
@@ -208,6 +209,11 @@ class Daemon:
         return servicer
 
     # ---- supervision
+
+    def _asked_to_stop(self) -> None:
+        if not self._up:
+            log.info("asked to stop: the start is finished first")
+        self.stopping.set()
 
     def _supervise(self, name: str, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work, name=name)

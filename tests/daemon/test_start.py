@@ -4,7 +4,10 @@ Method: real processes with bad configurations, occupied folders and sockets; ex
 """
 
 import os
+import signal
 import socket
+import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ from typing import Any
 import pytest
 
 from kvtierd.client import Client
+from kvtierd.model import Tier
 from kvtierd.testing.daemon import DaemonProcess
 from tests.daemon.conftest import MIB
 
@@ -126,3 +130,36 @@ def test_lowered_capacity_is_kept(make_daemon: MakeDaemon, make_client: MakeClie
     nvme = daemon.status().tiers[-1]
     assert nvme.used_bytes <= nvme.reserved_bytes <= nvme.capacity_bytes <= 16 * MIB
     assert 0 < make_client(daemon, MIB).lookup(keys, each=True).held < 16
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_during_the_start_is_an_orderly_one(
+    make_daemon: MakeDaemon, make_client: MakeClient, tmp_path: Path, number: signal.Signals
+) -> None:
+    key, waits, go = tmp_path / "key", tmp_path / "waits", tmp_path / "go"
+    key.write_text(os.urandom(32).hex())
+    command = f"sh -c 'touch {waits}; while [ ! -e {go} ]; do sleep 0.05; done; cat {key}'"
+    with tempfile.TemporaryDirectory(prefix="kvtierd-test-", dir="/dev/shm") as kept:
+        cpu = {"capacity": "8MiB", "keep": kept}
+        daemon = make_daemon(start=False, cpu=cpu, nvme={"capacity": "64MiB", "encryption_key_command": command})
+        go.touch()
+        daemon.start()
+        keys = [os.urandom(32) for _ in range(4)]
+        assert make_client(daemon, MIB).save(keys, [bytes(MIB)] * 4).saved == 4
+        assert daemon.stop() == 0
+        go.unlink()
+        waits.unlink()
+        daemon.launch()
+        while not waits.exists():
+            time.sleep(0.02)
+        assert daemon.process is not None
+        daemon.process.send_signal(number)
+        time.sleep(0.1)
+        go.touch()
+        assert daemon.end(number) == 0
+        assert "the start is finished first" in daemon.log()
+        assert not (daemon.folder / "k.sock").exists()
+        daemon.start()
+        held = make_client(daemon, MIB).lookup(keys, each=True)
+        assert all(mask & Tier.CPU.bit for mask in held.tiers), "memory that was taken over was kept again"
+        assert daemon.stop() == 0
