@@ -79,6 +79,8 @@ class CommandRunner:
         self._forgotten = decisions.Forgotten()
         if decisions.wanted():
             self._forgotten.tell(core.state.counts)
+        self._unmade: set[Tier] = set()
+        """Tiers whose last extent could not be made, which is told once."""
         self._applying = False
         self._closing = False
 
@@ -120,11 +122,13 @@ class CommandRunner:
         kind = type(command).__name__
         self._core.state.counts.failed_commands[kind] += 1
         if isinstance(command, NewExtent):
-            log.error(
+            log.log(
+                logging.DEBUG if command.tier in self._unmade else logging.ERROR,
                 "no %s extent of %d bytes can be made: %s; saves and loads that need one are refused until one can",
                 command.tier.name, command.slot_bytes * command.slot_count, str(error) or type(error).__name__,
                 exc_info=None if isinstance(error, OSError) else error,
             )  # fmt: skip
+            self._unmade.add(command.tier)
             self._core.extent_failed(self._clock.now(), command.tier, command.extent_id)
             return
         log.error("%s could not be done", kind, exc_info=error)
@@ -159,6 +163,7 @@ class CommandRunner:
             else:
                 assert self._nvme is not None
                 self._nvme.add_extent(command.extent_id, command.slot_bytes, command.slot_count)
+            self._unmade.discard(command.tier)
         elif isinstance(command, RetireExtent):
             self._retire(command)
 

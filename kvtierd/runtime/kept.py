@@ -63,7 +63,7 @@ def keep(core: TierCore, cpu: CpuPool, keeper: Keeper, clock: WallClock, in_use:
     try:
         keeper.put(pack_index(realms), memory)
     except OSError as e:
-        log.error("CPU memory cannot be kept for the next start: %s", e)
+        log.error("CPU memory cannot be kept for the next start: %s; NVMe keeps what it has", e)
         return 0
     log.info("%d blocks in CPU memory are kept for the next start (%.2f s)", count, time.monotonic() - began_s)
     return count
@@ -140,12 +140,12 @@ async def _take_realm(
         fd = memory.get(extent.extent_id)
         if fd is None or not _fits(core, realm, extent, fd):
             continue
-        del memory[extent.extent_id]
         try:
             cpu.adopt(extent.extent_id, fd, extent.slot_bytes, extent.slot_count)
         except OSError as e:
-            log.error("memory that was kept cannot be mapped: %s", e)
+            log.error("memory that was kept cannot be used: %s", e)
             continue
+        del memory[extent.extent_id]
         core.recover_memory(realm, extent.extent_id, extent.shard, extent.slot_count)
     now = clock.now()
     good = await asyncio.to_thread(_verified, cpu, realm, kept, {e.extent_id: e for e in kept.extents})

@@ -22,7 +22,7 @@ from typing import Final
 
 from kvtierd.config import CpuConfig
 from kvtierd.errors import StartupError
-from kvtierd.memory import PAGE_BYTES, create_memfd, punch, seal
+from kvtierd.memory import PAGE_BYTES, allocate, create_memfd, punch, seal
 from kvtierd.model import slot_extent, slot_index
 from kvtierd.tiers.memory_limits import check_limits
 from kvtierd.tiers.prefault import Prefaulter, Region
@@ -112,7 +112,8 @@ class CpuPool:
     # ---- extents
 
     def create(self, extent_id: int, slot_bytes: int, slot_count: int, numa_node: int = -1) -> None:
-        """Make an extent; no page is touched here. The caller keeps the sum of all extents within the capacity.
+        """Make an extent; no page is touched here, those of a file are reserved. The caller keeps the sum of all extents within the
+        capacity.
 
         Args:
             extent_id: an id that was never used before.
@@ -121,7 +122,7 @@ class CpuPool:
             numa_node: node whose memory is preferred; -1 for any.
 
         Raises:
-            OSError: no descriptor or address space left.
+            OSError: no descriptor or address space left, or no room in the folder on tmpfs.
         """
         size_bytes = slot_bytes * slot_count
         assert size_bytes > 0, "an extent has at least one slot"
@@ -152,6 +153,8 @@ class CpuPool:
             self._cut(region, slot_bytes * slot_count)
             if self.path == "memfd":
                 seal(region.fd)
+            else:  # who touches a page for which the file system has no room is killed
+                allocate(region.fd, 0, region.size_bytes)
         except OSError:
             region.close()
             raise
@@ -163,15 +166,17 @@ class CpuPool:
 
         Args:
             extent_id: an id that is not in use.
-            fd: its memory; the pool's from here on.
+            fd: its memory; the pool's from here on, unless this fails.
             slot_bytes: as it was made.
             slot_count: as it was made.
 
         Raises:
-            OSError: it cannot be mapped; the descriptor is closed.
+            OSError: it cannot be mapped, or there is no room for pages that it lacks.
         """
         size_bytes = slot_bytes * slot_count
-        region = Region(fd, size_bytes)
+        allocate(fd, 0, size_bytes)
+        region = Region(os.dup(fd), size_bytes)
+        os.close(fd)
         region.populated_bytes = region.next_offset = size_bytes
         with self._lock:
             assert extent_id not in self._extents

@@ -21,6 +21,7 @@ from typing import Final, Protocol
 from kvtierd.errors import StartupError
 from kvtierd.memory import create_memfd, create_memory_file, is_sealed
 from kvtierd.tiers.folder import file_system_of
+from kvtierd.tiers.json_file import read_plain
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +75,8 @@ class SystemdKeeper:
         if os.environ.get("LISTEN_PID") != str(os.getpid()):
             return []
         names = os.environ.get("LISTEN_FDNAMES", "").split(":")
-        return list(zip(itertools.count(FIRST_PASSED_FD), names[: int(os.environ.get("LISTEN_FDS", "0"))]))
+        count = os.environ.get("LISTEN_FDS", "")
+        return list(zip(itertools.count(FIRST_PASSED_FD), names[: int(count) if count.isdecimal() else 0]))
 
     def take(self) -> tuple[bytes, dict[int, int]]:
         """What systemd passed at the start. It forgets what it passed."""
@@ -92,7 +94,15 @@ class SystemdKeeper:
                 os.close(fd)
             else:
                 continue  # somebody else's
-            self._tell(f"FDSTOREREMOVE=1\nFDNAME={name}")
+            try:
+                self._tell(f"FDSTOREREMOVE=1\nFDNAME={name}")
+            except OSError as e:
+                # It would be passed again to a later daemon, whatever became of its blocks.
+                log.error(
+                    "systemd cannot be told that %s was taken (%s): nothing that was kept is used; see $NOTIFY_SOCKET", name, e
+                )
+                index = b""
+                break
         os.environ.pop("LISTEN_PID", None)
         return index, memory
 
@@ -133,6 +143,12 @@ class FolderKeeper:
         self._path = str(path)
         try:
             os.makedirs(path, mode=0o700, exist_ok=True)
+            owner = os.stat(path).st_uid
+            if owner not in (0, os.geteuid()):  # anybody can make folders in /dev/shm
+                raise StartupError(
+                    f"cpu.keep folder {path} belongs to user {owner}, who can change what is kept there: chown it to root or user "
+                    f"{os.geteuid()}, or name another"
+                )
             self._lock = os.open(path / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as e:
             raise StartupError(f"cpu.keep folder {path} cannot be used ({e.strerror}): chown it, or name another") from e
@@ -169,9 +185,14 @@ class FolderKeeper:
         """Open what is there, if it has an index."""
         path = os.path.join(self._path, INDEX)
         index, memory = b"", {}
-        with contextlib.suppress(FileNotFoundError):
-            index = Path(path).read_bytes()
-            os.unlink(path)
+        try:
+            found = read_plain(path)
+            os.unlink(path)  # one that stays is not used: it would be a later daemon's, too
+            index = found
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as e:
+            log.error("%s cannot be used (%s): what was kept of CPU memory is given back; move that file away", path, e)
         for name, extent_id in self._names():
             try:
                 if index:

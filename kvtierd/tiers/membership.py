@@ -63,8 +63,8 @@ class Membership:
     def after(self, present: Mapping[str, str], lost: Sequence[str], silent: Set[str] = frozenset()) -> Membership:
         """What to write down when these folders are present and those are lost.
 
-        The tag is another when a member is missing, and when one of those that are present is ``silent``, as it says nothing of itself:
-        it may be another device, and the one that was there may come back.
+        The tag is another when a member is missing, and when one that is present is ``silent``, saying nothing of itself: it may be
+        another device, and the one that was there may come back.
         """
         away = {path: self.mount_of(path) for path in lost}
         if not self.before and self.members.keys() <= present.keys() - silent:

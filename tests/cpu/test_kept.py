@@ -7,6 +7,7 @@ is derived from the key.
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import shutil
@@ -23,12 +24,13 @@ from kvtierd.core.realm import Realm
 from kvtierd.core.settings import CoreConfig
 from kvtierd.core.slots import NewExtent
 from kvtierd.core.tier_core import TierCore
-from kvtierd.errors import Reason, RequestError
+from kvtierd.errors import Reason, RequestError, StartupError
+from kvtierd.memory import create_memfd, punch, seal
 from kvtierd.model import NO_END, Namespace, Tier
 from kvtierd.runtime.kept import keep, take_over
 from kvtierd.runtime.wallclock import WallClock
 from kvtierd.tiers.cpu import CpuPool
-from kvtierd.tiers.keeper import INDEX, FolderKeeper
+from kvtierd.tiers.keeper import INDEX, FolderKeeper, SystemdKeeper
 from tests.cpu.tools import MIB
 
 SIZES = (128 << 10, 64 << 10)
@@ -121,15 +123,15 @@ def extents(folder: Path) -> list[Path]:
     return sorted(folder.glob("kvtierd-extent-*"), key=lambda p: int(p.name.rpartition("-")[2]))
 
 
-def taken(folder: Path, **options: Any) -> list[int]:
+def taken(folder: Path, *, saves: bool = True, **options: Any) -> list[int]:
     """What the next daemon takes over; it goes on to work with what room is left, and leaves no memory behind that it lacks."""
     daemon = Daemon(folder, **options)
     daemon.take()
     found = daemon.held()
-    files = sum(p.stat().st_blocks * 512 for p in folder.iterdir())
+    files = sum(p.stat().st_blocks * 512 for p in folder.iterdir() if p.name != INDEX)
     assert files <= daemon.core.state.pools[Tier.CPU].reserved_bytes
     pool = daemon.core.state.pools[Tier.CPU]
-    if pool.capacity_bytes - pool.reserved_bytes >= 2 * MIB:
+    if saves and pool.capacity_bytes - pool.reserved_bytes >= 2 * MIB:
         daemon.save(range(100, 108), tenant="new")
     daemon.core.check()
     daemon.end()
@@ -234,6 +236,85 @@ def test_a_damaged_index_takes_nothing(left: Path, damage: Callable[[bytes], byt
 def test_no_index_takes_nothing(left: Path) -> None:
     (left / INDEX).unlink()
     assert taken(left) == []
+
+
+@pytest.mark.parametrize("what", ["a folder", "a pipe", "a link to nowhere", "one that stays"])
+def test_an_index_that_cannot_be_taken_takes_nothing(
+    left: Path, what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = left / INDEX
+    if what == "one that stays":
+        unlink = os.unlink
+
+        def refuse(name: str) -> None:
+            if Path(name) == path:
+                raise OSError(errno.EPERM, "Operation not permitted")
+            unlink(name)
+
+        monkeypatch.setattr("kvtierd.tiers.keeper.os.unlink", refuse)
+    else:
+        path.unlink()
+        make = {"a folder": os.mkdir, "a pipe": os.mkfifo, "a link to nowhere": lambda path: os.symlink("/no/such", path)}
+        make[what](path)
+    assert taken(left) == []
+    assert what == "a link to nowhere" or (f"{path} cannot be used" in caplog.text and "move that file away" in caplog.text)
+
+
+def test_a_folder_of_somebody_else_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.geteuid() == 0:
+        os.chown(folder, 1234, -1)
+    else:
+        monkeypatch.setattr("os.geteuid", lambda: 1234)
+    with pytest.raises(StartupError, match=r"belongs to user .* who can change what is kept there: chown it"):
+        FolderKeeper(folder, CAPACITY)
+
+
+def test_what_systemd_goes_on_keeping_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("NOTIFY_SOCKET", "/no/such/socket")
+    keeper = SystemdKeeper()
+    fds = [create_memfd(INDEX, 5), create_memfd("kvtierd-extent", MIB)]
+    os.pwrite(fds[0], b"index", 0)
+    seal(fds[1])
+    monkeypatch.setattr(keeper, "_passed", lambda: [(fds[1], "kvtierd-extent-1"), (fds[0], INDEX)])
+    index, memory = keeper.take()
+    assert (index, memory) == (b"", {1: fds[1]})
+    assert "systemd cannot be told" in caplog.text and "NOTIFY_SOCKET" in caplog.text
+    for fd in fds:
+        os.close(fd)
+
+
+def pages_of(cpu: CpuPool, extent_id: int) -> int:
+    return os.fstat(cpu.fd(extent_id)).st_blocks * 512
+
+
+def test_a_file_system_that_others_fill_kills_nobody(
+    left: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever touches a page of a file for which there is no room gets a SIGBUS: so all pages are there before anybody can."""
+    for path in extents(left):
+        with path.open("r+b") as f:
+            punch(f.fileno(), MIB // 4)
+    daemon = Daemon(left)
+    daemon.take()
+    daemon.save(range(100, 108), tenant="new")
+    held = daemon.core.state.pools[Tier.CPU].extents
+    assert len(held) > len(extents(left))
+    assert all(pages_of(daemon.cpu, extent_id) == daemon.cpu.size_bytes(extent_id) for extent_id in held)
+    daemon.leave()
+
+    def full(fd: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("kvtierd.tiers.cpu.allocate", full)
+    assert taken(left, saves=False) == []
+    assert "memory that was kept cannot be used" in caplog.text
+    daemon = Daemon(left)
+    with pytest.raises(OSError, match="No space left"):
+        daemon.cpu.create(1, MIB // 4, 2)
+    assert daemon.cpu.reserved_bytes == 0
+    monkeypatch.undo()
+    daemon.cpu.create(1, MIB // 4, 2)
+    daemon.end()
 
 
 def slots(copy: int, value: object) -> Callable[[dict[str, Any]], object]:

@@ -201,9 +201,7 @@ def test_a_bad_key_file_is_refused_without_telling_it(tmp_path: Path, text: str,
         ("sh -c 'kill -9 $$'", "ended with status -9"),
     ],
 )
-def test_a_command_that_gives_no_key_is_refused(
-    tmp_path: Path, command: str, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_that_gives_no_key_is_refused(tmp_path: Path, command: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if "sleep" in command:
         monkeypatch.setattr(encryption, "KEY_COMMAND_S", 1.0)
     with pytest.raises(StartupError) as refused:
