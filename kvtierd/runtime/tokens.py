@@ -9,7 +9,6 @@ import asyncio
 import hashlib
 import hmac
 import logging
-import os
 import re
 import stat
 import tomllib
@@ -24,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, f
 from kvtierd.errors import ConfigError, Reason, RequestError
 from kvtierd.runtime.tenants import check_name
 from kvtierd.tenant_config import fault_text, name_problem
+from kvtierd.tiers.json_file import read_plain
 
 log = logging.getLogger(__name__)
 
@@ -110,6 +110,11 @@ def stamp_of(path: Path) -> Stamp:
     return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns
 
 
+def reason_of(error: OSError | ValueError) -> str:
+    """Why a file cannot be read."""
+    return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
 def digest_of(token: str) -> bytes:
     """SHA-256 of a token's text."""
     return hashlib.sha256(token.encode(errors="surrogateescape")).digest()
@@ -122,21 +127,22 @@ def read_grants(path: Path) -> dict[str, Grant]:
         ConfigError: it cannot be read or makes no sense; the text names the place, and never holds a token.
     """
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-            public = bool(os.fstat(file.fileno()).st_mode & stat.S_IROTH)
-        if len(data) > MAX_FILE_BYTES:
-            raise ConfigError(f"the token file {path} has more than {MAX_FILE_BYTES} bytes")
+        data, mode = read_plain(str(path), MAX_FILE_BYTES), path.stat().st_mode
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"cannot read the token file {path}: {reason_of(e)}") from e
+    if mode & stat.S_IWOTH:
+        raise ConfigError(f"every user of this machine can write to the token file {path}: chmod it to 0600")
+    try:
         entries = _File.model_validate(tomllib.loads(data.decode())).tokens
-    except OSError as e:
-        raise ConfigError(f"cannot read the token file {path}: {e.strerror}") from e
     except ValidationError as e:
         wrong = "; ".join(f"{'.'.join(map(str, item['loc']))}: {fault_text(item)}" for item in e.errors(include_input=False))
         raise ConfigError(f"the token file {path}: {wrong}") from None
     except (ValueError, RecursionError) as e:
         why = "it is no UTF-8" if isinstance(e, UnicodeDecodeError) else str(e)
         raise ConfigError(f"the token file {path} is not valid TOML: {why}") from None
-    if public and any(entry.token is not None for entry in entries.values()):
+    if not entries:
+        raise ConfigError(f"the token file {path} holds no token, so nobody could call: write one into it")
+    if mode & stat.S_IROTH and any(entry.token is not None for entry in entries.values()):
         log.warning(
             "every user of this machine can read the tokens in %s; write their sha256 there, or change its permissions", path
         )

@@ -6,13 +6,15 @@ import asyncio
 import logging
 import os
 import ssl
+import stat
 from pathlib import Path
 from typing import Final
 
 import grpc
 
 from kvtierd.errors import ConfigError
-from kvtierd.runtime.tokens import CHECK_S, Stamp, stamp_of
+from kvtierd.runtime.tokens import CHECK_S, Stamp, reason_of, stamp_of
+from kvtierd.tiers.json_file import read_plain
 
 MAX_FILE_BYTES: Final = 1 << 20
 
@@ -92,6 +94,8 @@ class Certificates:
                 context.load_verify_locations(cadata=ca.decode())
             except (ssl.SSLError, ValueError) as e:
                 raise ConfigError(f"server.tls_client_ca {self._client_ca} holds no PEM certificate ({e})") from None
+        if self._key.stat().st_mode & stat.S_IROTH:
+            log.warning("every user of this machine can read server.tls_key %s: chmod it to 0600", self._key)
         return grpc.ssl_server_certificate_configuration([(key, cert)], ca)
 
 
@@ -117,13 +121,9 @@ def _no_password() -> bytes:
 
 def _content(name: str, path: Path) -> bytes:
     try:
-        with path.open("rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
-    except OSError as e:
-        raise ConfigError(f"cannot read {name} {path}: {e.strerror}") from None
-    if len(content) > MAX_FILE_BYTES:
-        raise ConfigError(f"{name} {path} has more than {MAX_FILE_BYTES} bytes")
-    return content
+        return read_plain(str(path), MAX_FILE_BYTES)
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"cannot read {name} {path}: {reason_of(e)}") from None
 
 
 __all__ = ["Certificates"]

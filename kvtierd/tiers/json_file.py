@@ -1,4 +1,4 @@
-"""Small files of JSON beside the blocks: read without trust, and their checksum."""
+"""Small files: read without trust, and those of JSON beside the blocks, with their checksum."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_FILE_BYTES: Final = 1 << 30
 """More than as many realms as a pool may have take, with the longest names."""
 
 
-def read_plain(path: str) -> bytes:
+def read_plain(path: str, max_bytes: int = MAX_FILE_BYTES) -> bytes:
     """All bytes of a file. Never waits, whatever is at the path.
 
     Raises:
@@ -24,8 +24,8 @@ def read_plain(path: str) -> bytes:
     if os.path.exists(path) and not os.path.isfile(path):
         raise ValueError("it is no plain file")
     size = os.stat(path).st_size
-    if size > MAX_FILE_BYTES:
-        raise ValueError(f"it has more than the {MAX_FILE_BYTES} bytes that are read")
+    if size > max_bytes:
+        raise ValueError(f"it has more than the {max_bytes} bytes that are read")
     with open(path, "rb") as f:
         return f.read(size)
 

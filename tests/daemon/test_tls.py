@@ -25,6 +25,7 @@ from kvtierd.cli import cli
 from kvtierd.client import Client
 from kvtierd.config import load_config
 from kvtierd.errors import ConfigError, DaemonUnavailableError, StartupError
+from kvtierd.service.certificates import Certificates
 from kvtierd.testing.daemon import DaemonProcess
 from tests.daemon.conftest import namespace
 from tests.daemon.test_sessions import wait_for
@@ -176,6 +177,7 @@ def test_tokens_without_tls_are_warned_of(make_daemon: MakeDaemon, tmp_path: Pat
     ("broken", "says"),
     [
         ("missing", "cannot read server.tls_cert .*: No such file"),
+        ("a pipe", "cannot read server.tls_key .*: it is no plain file"),
         ("garbage", "are no PEM certificate and its key"),
         ("another's key", "are no PEM certificate and its key .*MISMATCH"),
         ("a password", "the key has a password; store it without one"),
@@ -188,6 +190,9 @@ def test_certificates_that_cannot_be_used_keep_the_daemon_from_starting(
     server = tls(address, ours)
     if broken == "missing":
         Path(server["tls_cert"]).unlink()
+    elif broken == "a pipe":
+        Path(server["tls_key"]).unlink()
+        os.mkfifo(server["tls_key"])
     elif broken == "garbage":
         Path(server["tls_cert"]).write_text("no certificate")
     elif broken == "a password":
@@ -200,6 +205,14 @@ def test_certificates_that_cannot_be_used_keep_the_daemon_from_starting(
         server["tls_key"] = str(Authority(tmp_path / "others").issue("server")[1])
     with pytest.raises(StartupError, match=rf"cannot listen on {address}: .*{says}"):
         make_daemon(server=server)
+
+
+def test_a_key_that_everybody_can_read_is_warned_of(ours: Authority, caplog: pytest.LogCaptureFixture) -> None:
+    chain, key = ours.issue("server")
+    for mode, told in ((0o600, False), (0o640, False), (0o644, True)):
+        key.chmod(mode)
+        Certificates(chain, key, None)
+        assert (f"every user of this machine can read server.tls_key {key}" in caplog.text) == told
 
 
 def test_renewed_certificates_are_taken_up_and_broken_ones_are_not(

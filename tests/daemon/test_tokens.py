@@ -295,8 +295,9 @@ def test_more_tenants_for_a_token_end_no_session(guarded: Guarded, make_client: 
 
 
 def test_a_file_that_breaks_changes_nothing(guarded: Guarded, make_client: MakeClient) -> None:
-    for count, content in enumerate(("[tokens.engine\n", '[tokens.engine]\ntoken = "short"\n', ""), 1):
-        if content:
+    # The second is what somebody who writes into it leaves for a moment.
+    for count, content in enumerate(("[tokens.engine\n", "", '[tokens.engine]\ntoken = "short"\n', None), 1):
+        if content is not None:
             guarded.file.write_text(content)
         else:
             guarded.file.unlink()
@@ -355,6 +356,8 @@ def read_grants_of(folder: Path) -> object:
         ("tokens = " + "[" * 100_000, "not valid TOML"),
         ("#" * (MAX_FILE_BYTES + 1), "bytes"),
         ("\udcff", "no UTF-8"),
+        ("", "holds no token"),
+        ("[tokens]\n", "holds no token"),
     ],
 )
 def test_a_file_that_makes_no_sense_is_told(tmp_path: Path, text: str, says: str) -> None:
@@ -362,6 +365,28 @@ def test_a_file_that_makes_no_sense_is_told(tmp_path: Path, text: str, says: str
     path.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ConfigError, match=says):
         read_grants(path)
+
+
+def test_a_file_that_everybody_can_change_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "t.toml"
+    path.write_text(tomli_w.dumps({"tokens": ENTRIES}))
+    path.chmod(0o602)
+    with pytest.raises(ConfigError, match=r"every user of this machine can write to the token file .*chmod it"):
+        read_grants(path)
+
+
+def test_a_pipe_in_the_place_of_the_file_holds_nothing_up(guarded: Guarded, make_client: MakeClient) -> None:
+    guarded.file.unlink()
+    os.mkfifo(guarded.file)
+    assert until(lambda: "it is no plain file; the tokens that were read before stay in force" in guarded.daemon.log())
+    guarded.file.unlink()
+    guarded.write({name: entry for name, entry in ENTRIES.items() if name != "team"})
+    assert until(lambda: f"read {len(ENTRIES) - 1} tokens" in guarded.daemon.log()), "it is looked at as before"
+    guarded.file.unlink()
+    os.mkfifo(guarded.file)
+    assert guarded.daemon.stop() == 0
+    with pytest.raises(StartupError, match=r"cannot read the token file .*: it is no plain file"):
+        guarded.daemon.start()
 
 
 def test_a_daemon_does_not_start_without_its_tokens(make_daemon: MakeDaemon, tmp_path: Path) -> None:
