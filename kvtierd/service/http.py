@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Final
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 from prometheus_client.exposition import choose_encoder
 
@@ -24,6 +25,8 @@ from kvtierd.service.metrics import Metrics
 __all__ = ["MetricsServer", "parse_listen"]
 
 _log = logging.getLogger(__name__)
+_requests_log = logging.getLogger(f"{__name__}.requests")
+"""aiohttp's word on requests."""
 
 MAX_WAITING_SCRAPES: Final = 8
 """Scrapes in progress or waiting; more are answered 503 at once."""
@@ -31,6 +34,17 @@ MAX_REQUESTS: Final = 256
 """Requests in progress over all paths; more are answered 503 at once."""
 SHUTDOWN_S: Final = 2.0
 """Longest wait for open requests when the server closes."""
+
+
+def _tell_no_nonsense(record: logging.LogRecord) -> bool:
+    """A filter: bytes that are no HTTP are answered, and no error of the daemon's."""
+    if record.exc_info and isinstance(record.exc_info[1], HttpProcessingError):
+        _log.debug("no HTTP: %s", str(record.exc_info[1]).replace("\n", " "))
+        return False
+    return True
+
+
+_requests_log.addFilter(_tell_no_nonsense)
 
 
 def parse_listen(text: str) -> tuple[str | None, int]:
@@ -83,7 +97,7 @@ class MetricsServer:
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get("/readyz", self._readyz)
         app.router.add_get("/", self._index)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_S, handle_signals=False)
+        runner = web.AppRunner(app, access_log=None, logger=_requests_log, shutdown_timeout=SHUTDOWN_S, handle_signals=False)
         await runner.setup()
         site = web.TCPSite(runner, self._host, self._port)
         try:

@@ -97,6 +97,27 @@ async def test_other_paths_and_methods(server: MetricsServer) -> None:
     assert (await get(server, "/healthz", "HEAD"))[0] == 200
 
 
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 100_000 + b"\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nContent-Length: many\r\n\r\n",
+        b"POST /metrics HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nnone\r\n",
+    ],
+)
+async def test_what_is_no_http_is_answered_and_no_error(
+    server: MetricsServer, nonsense: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(nonsense)
+    assert (await reader.readline()).split()[1] in (b"400", b"405")
+    writer.close()
+    assert (await get(server, "/healthz"))[0] == 200
+    assert not caplog.records
+
+
 async def test_a_bug_in_a_snapshot_is_500_and_not_the_end(
     server: MetricsServer, daemon: Daemon, caplog: pytest.LogCaptureFixture
 ) -> None:
