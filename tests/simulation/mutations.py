@@ -117,7 +117,7 @@ CORE = [
         "self._reads.miss_rest(now, read, Reason.DEADLINE)",
         "pass",
     ),
-    Mutation("expired blocks are found", READS + "_read_ticket", " or block.expires_s <= now", ""),
+    Mutation("expired blocks are found", READS + "_read_ticket", " and block.expires_s > now", ""),
     Mutation(
         "a failed write counts as stored",
         MOVER + "done",

@@ -287,7 +287,9 @@ class Process:
                 assert until_s is not None, (
                     f"block {key[-1]} is found after the start, and was never saved, or its eviction was confirmed"
                 )
-                assert self.runtime.wall.on_wall(block.expires_s) <= until_s + 0.01, f"block {key[-1]} lives longer than was asked"
+                # A log that was lied in may have another namespace under a number; reading the block would tell.
+                ends = self.system.lied_in_log or self.runtime.wall.on_wall(block.expires_s) <= until_s + 0.01
+                assert ends, f"block {key[-1]} lives longer than was asked"
         if self.system.lied:
             return
         found = {place_of(realm, key) for realm in core.state.realms.values() for key in realm.index}

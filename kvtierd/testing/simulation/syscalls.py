@@ -287,9 +287,9 @@ class SimOs:
         return len(data)
 
     def _part(self, size_bytes: int) -> int:
-        """Some whole pages but not all; one page stays one; of less, half."""
+        """Some whole pages but not all; one page stays one; of less, half, but something: nothing would be the end of the file."""
         pages = size_bytes // PAGE_BYTES
-        return self._world.random.randrange(1, pages) * PAGE_BYTES if pages > 1 else pages * PAGE_BYTES or size_bytes // 2
+        return self._world.random.randrange(1, pages) * PAGE_BYTES if pages > 1 else pages * PAGE_BYTES or (size_bytes + 1) // 2
 
     def pwrite(self, fd: int, data: Buffer, offset: int) -> int:
         """As ``os.pwrite``."""
