@@ -16,7 +16,19 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtierd.bench.measure import COPY_TARGET, GB, MIB, BenchError, Report, Row, digits, last_level_cache_bytes, median, spread
+from kvtierd.bench.measure import (
+    COPY_TARGET,
+    GB,
+    MIB,
+    BenchError,
+    Report,
+    Row,
+    counts_text,
+    digits,
+    last_level_cache_bytes,
+    median,
+    spread,
+)
 from kvtierd.client.client import Client
 from kvtierd.client.copying import DEFAULT_COPY_THREADS
 from kvtierd.model import KEY_BYTES, Namespace
@@ -184,7 +196,7 @@ class _Pass:
     def _save(self, start: int, wait_s: float = 0.0) -> None:
         result = self._client.save(self._keys[start], self._sources[start : start + self._each], wait_s=wait_s)
         if result.saved != self._each:
-            raise BenchError(f"the daemon took {result.saved} of {self._each} blocks: {dict(result.rejected)}")
+            raise BenchError(f"the daemon took {result.saved} of {self._each} blocks: {counts_text(result.rejected)}")
 
     def _load(self, start: int) -> None:
         result = self._client.load(self._keys[start], self._targets[start : start + self._each])

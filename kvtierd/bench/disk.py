@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 
 from kvtierd.bench.daemon import BenchDaemon, Tables, drain
-from kvtierd.bench.measure import DISK_TARGET, GB, MIB, BenchError, Report, Row, digits, median, spread
+from kvtierd.bench.measure import DISK_TARGET, GB, MIB, BenchError, Report, Row, counts_text, digits, median, spread
 from kvtierd.client.client import Client
 from kvtierd.model import Namespace, Tier
 
@@ -167,7 +167,7 @@ class _Rounds:
         keys = b"".join(b"%016x%016x" % (number, i) for i in range(self._blocks))
         saved = self._client.save(keys, self._memory)
         if saved.saved != self._blocks:
-            raise BenchError(f"the daemon took {saved.saved} of {self._blocks} blocks: {dict(saved.rejected)}")
+            raise BenchError(f"the daemon took {saved.saved} of {self._blocks} blocks: {counts_text(saved.rejected)}")
         rates = self._both("write", lambda: drain(self._daemon.address, CALL_TIMEOUT_S), self._raw.write, number)
         self._client.evict(keys, tier=Tier.CPU)
         rates |= self._both("read", lambda: self._load(keys), self._raw.read, number)
@@ -180,7 +180,7 @@ class _Rounds:
         took_s = time.perf_counter() - began_s
         if result.by_tier != {Tier.NVME: self._blocks}:
             why = result.reason.name if result.reason else ""
-            raise BenchError(f"not all of {self._blocks} blocks came from NVMe: {result.by_tier} {why}")
+            raise BenchError(f"not all of {self._blocks} blocks came from NVMe, but {counts_text(result.by_tier)} {why}")
         return took_s
 
     def _both(self, name: str, figure: Callable[[], float], raw: Callable[[], None], number: int) -> dict[str, float]:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtierd.bench.daemon import BenchDaemon, Tables, drain, need_space, status
-from kvtierd.bench.measure import MIB, BenchError, Report, Row, digits, median, percentile
+from kvtierd.bench.measure import MIB, BenchError, Report, Row, counts_text, digits, median, percentile
 from kvtierd.client.client import Client
 from kvtierd.model import KEY_BYTES, PAGE_BYTES, Namespace, Tier
 
@@ -83,7 +83,7 @@ def put_blocks(client: Client, first: int, count: int, batch: int) -> None:
             with client.reserve(keys, timeout_s=CALL_TIMEOUT_S, wait_s=SPACE_WAIT_S) as reservation:
                 granted = set(reservation.granted)
                 if reservation.commit(timeout_s=CALL_TIMEOUT_S) != len(granted) or not granted:
-                    raise BenchError(f"the daemon takes no more blocks: {dict(reservation.rejected)}")
+                    raise BenchError(f"the daemon takes no more blocks: {counts_text(reservation.rejected)}")
             keys = b"".join(keys[i * KEY_BYTES : (i + 1) * KEY_BYTES] for i in range(len(keys) // KEY_BYTES) if i not in granted)
 
 

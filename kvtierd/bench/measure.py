@@ -9,7 +9,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -79,6 +79,11 @@ class Report:
         self.rows.append(row)
         if row.ratio is not None:
             self.put("ratios", *path, value=digits(row.ratio))
+
+
+def counts_text(counts: Mapping[Any, int]) -> str:
+    """Counts by name or by a member of an enumeration, in words."""
+    return ", ".join(f"{n} {getattr(what, 'name', what)}" for what, n in counts.items()) or "none"
 
 
 def digits(value: float, significant: int = 4) -> float:

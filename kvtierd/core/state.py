@@ -21,7 +21,7 @@ from kvtierd.core.realm import Realm, Tenant
 from kvtierd.core.settings import CoreConfig
 from kvtierd.core.shares import Shares
 from kvtierd.core.slots import SlotPool
-from kvtierd.core.stats import Change, Counts, StoryEvent
+from kvtierd.core.stats import Change, Counts, Forgotten, StoryEvent
 from kvtierd.core.turns import Turns
 from kvtierd.model import NO_END, Tier, slot_extent
 
@@ -76,6 +76,8 @@ class CoreState:
         self.counts = Counts()
         self.changes: list[Change] | None = None
         """Which copies became readable and which ceased to be, in order, for the shell to take; None while nobody follows."""
+        self.forgotten: Forgotten | None = None
+        """What was forgotten, for the shell to take; None while nobody follows."""
         self.expiries = Expiries()
         self.demote_wanted: deque[tuple[Copy, str]] = deque()
         """Copies that must leave their tier because their extent drains; each is listed once, so its length is bounded."""
@@ -197,6 +199,8 @@ class CoreState:
         cause = (tier, why)
         self.counts.evictions[cause] += 1
         block.realm.tenant.evictions[cause] += 1
+        if self.forgotten is not None:
+            self.forgotten.evicted[block.realm.tenant.name, tier, why] += 1
         if tier is Tier.NVME:
             block.prefix = None  # writing it again is decided anew
             self.commands.append(Forget(block.realm.realm_id, block.key, copy.generation, copy.all_slots()))
@@ -354,6 +358,8 @@ class CoreState:
             refusal = "" if copy.tier is Tier.NVME else self.refusal(now, copy)
             if refusal:
                 self.counts.not_admitted[refusal] += 1
+                if self.forgotten is not None:
+                    self.forgotten.not_admitted[block.realm.tenant.name, refusal] += 1
                 return NOT_ADMITTED
         return why
 

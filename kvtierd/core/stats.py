@@ -54,6 +54,16 @@ class Counts:
 
 
 @dataclass(slots=True)
+class Forgotten:
+    """Copies that were forgotten, for whoever follows them."""
+
+    evicted: Counter[tuple[str, Tier, str]] = field(default_factory=Counter)
+    """By tenant, tier and reason."""
+    not_admitted: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Blocks that NVMe did not take, by tenant and why."""
+
+
+@dataclass(slots=True)
 class TierStats:
     """Occupancy of one tier, in bytes and copies."""
 

@@ -10,7 +10,7 @@ from typing import Final, Protocol
 
 from kvtierd.core.commands import Command, Forget, Progress, Renew, SpaceFreed, StartMoves
 from kvtierd.core.slots import NewExtent, RetireExtent
-from kvtierd.core.stats import Change
+from kvtierd.core.stats import Change, Forgotten
 from kvtierd.core.tier_core import TierCore
 from kvtierd.model import Result, Tier
 from kvtierd.runtime import decisions
@@ -76,13 +76,11 @@ class CommandRunner:
         """Told of copies that came and went, where ``core.state.changes`` collects them."""
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at_s = float("inf")
-        self._forgotten = decisions.Forgotten()
-        if decisions.wanted():
-            self._forgotten.tell(core.state.counts)
         self._unmade: set[Tier] = set()
         """Tiers whose last extent could not be made, which is told once."""
         self._applying = False
         self._closing = False
+        self._tell_forgotten(telling=decisions.wanted())
 
     async def close(self) -> None:
         """Take no more moves, and wait for those in flight and for what goes on in the background."""
@@ -102,20 +100,32 @@ class CommandRunner:
             while commands := self._core.take_commands():
                 for command in commands:
                     if telling:
-                        _tell(command)
+                        self._tell(command)
                     try:
                         self._run(command)
                     except Exception as e:
                         self._failed(command, e)
         finally:
             self._applying = False
-        if telling:
-            self._forgotten.tell(self._core.state.counts)
+        self._tell_forgotten(telling=telling)
         self._set_timer()
         changes = self._core.state.changes
         if changes:
             self._core.state.changes = []
             self.on_changes(changes)
+
+    def _tell(self, command: Command) -> None:
+        if isinstance(command, StartMoves):
+            decisions.tell_moves(command)
+        elif isinstance(command, NewExtent | RetireExtent):
+            decisions.tell_extent(self._core.state, command)
+
+    def _tell_forgotten(self, *, telling: bool) -> None:
+        """Tell of what was forgotten since the last time, and have the core note what will be while somebody reads it."""
+        state = self._core.state
+        if telling and state.forgotten is not None:
+            decisions.tell_forgotten(state.forgotten)
+        state.forgotten = Forgotten() if telling else None
 
     def _failed(self, command: Command, error: Exception) -> None:
         """Count a command that could not be run, and tell the core what it cannot know."""
@@ -239,10 +249,3 @@ class CommandRunner:
         self._timer = None
         self._core.tick(self._clock.now())
         self.apply()
-
-
-def _tell(command: Command) -> None:
-    if isinstance(command, StartMoves):
-        decisions.tell_moves(command)
-    elif isinstance(command, NewExtent | RetireExtent):
-        decisions.tell_extent(command)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from kvtierd.core.commands import Priority, StartMoves
+from kvtierd.core.commands import Move, Priority, StartMoves
 from kvtierd.core.saves import OUTCOME_NAMES
 from kvtierd.core.slots import NewExtent, RetireExtent
-from kvtierd.core.stats import Counts
+from kvtierd.core.state import CoreState
+from kvtierd.core.stats import Forgotten
 from kvtierd.core.tickets import ReadTicket, SaveGrant
 from kvtierd.model import Tier
 from kvtierd.runtime.sessions import Attached
@@ -22,6 +23,8 @@ from kvtierd.transfer.executor import MoveReport
 
 KEY_CHARS: Final = 12
 """Hexadecimal digits that name a key."""
+MAX_NAMED: Final = 4
+"""Tenants that one line names."""
 
 log = logging.getLogger("kvtierd.decisions")
 
@@ -71,7 +74,7 @@ def tell_moves(command: StartMoves) -> None:
     moves = command.moves
     tell(
         "pack" if command.src_tier is command.dst_tier else "demote" if command.priority is Priority.DEMOTE else "promote",
-        src=command.src_tier.name.lower(), dst=command.dst_tier.name.lower(),
+        src=command.src_tier.name.lower(), dst=command.dst_tier.name.lower(), tenant=_tenants(moves),
         blocks=len(moves), bytes=sum(m.size_bytes for m in moves),
         why=",".join(sorted({m.why for m in moves})), first=short([moves[0].src.block.key]),
     )  # fmt: skip
@@ -82,34 +85,36 @@ def tell_moved(report: MoveReport) -> None:
     results = Counter(result.value for _, result in report.results)
     tell(
         "moved",
-        src=report.src_tier.name.lower(), dst=report.dst_tier.name.lower(),
+        src=report.src_tier.name.lower(), dst=report.dst_tier.name.lower(), tenant=_tenants(move for move, _ in report.results),
         queued_s=round(report.waited_s, 6), took_s=round(report.took_s, 6), **results,
     )  # fmt: skip
 
 
-def tell_extent(command: NewExtent | RetireExtent) -> None:
-    """Tell of an extent that is made or goes."""
+def _tenants(moves: Iterable[Move]) -> str:
+    """Whose blocks move, by name; of many tenants the first and how many more there are."""
+    names = sorted({move.src.block.realm.tenant.name for move in moves})
+    more = len(names) - MAX_NAMED
+    return ",".join(names[:MAX_NAMED]) + (f",+{more}" if more > 0 else "")
+
+
+def tell_extent(state: CoreState, command: NewExtent | RetireExtent) -> None:
+    """Tell of an extent that is made or goes, and whose it is; those on NVMe are everybody's. Before the command is run."""
     if isinstance(command, NewExtent):
-        size_bytes = command.slot_bytes * command.slot_count
-        tell("extent made", tier=command.tier.name.lower(), extent=command.extent_id, realm=command.realm_id, bytes=size_bytes)
+        what, realm_id, size_bytes = "extent made", command.realm_id, command.slot_bytes * command.slot_count
     else:
-        tell("extent retired", tier=command.tier.name.lower(), extent=command.extent_id)
+        extent = state.pools[command.tier].retiring[command.extent_id]
+        what, realm_id, size_bytes = "extent retired", extent.group.realm_id, extent.size_bytes
+    realm = state.realms.get(realm_id)  # one that holds nothing may have been forgotten before its extent goes
+    tell(
+        what,
+        tier=command.tier.name.lower(), extent=command.extent_id, realm=max(realm_id, 0),
+        tenant="" if realm is None else realm.tenant.name, bytes=size_bytes,
+    )  # fmt: skip
 
 
-class Forgotten:
-    """Tells of copies that were forgotten, and of blocks that were not admitted, since the last time."""
-
-    def __init__(self) -> None:
-        self._evictions: Counter[tuple[Tier, str]] = Counter()
-        self._not_admitted: Counter[str] = Counter()
-        self._known = False
-
-    def tell(self, counts: Counts) -> None:
-        """Tell of what has changed, one line a tier and reason. The first time only takes note."""
-        if self._known:
-            for (tier, why), n in (counts.evictions - self._evictions).items():
-                tell("evict", tier=tier.name.lower(), reason=why, copies=n)
-            for why, n in (counts.not_admitted - self._not_admitted).items():
-                tell("not admitted", tier="nvme", reason=why, blocks=n)
-        self._known = True
-        self._evictions, self._not_admitted = counts.evictions.copy(), counts.not_admitted.copy()
+def tell_forgotten(forgotten: Forgotten) -> None:
+    """Tell of copies that were forgotten, and of blocks that were not admitted: one line a tenant, tier and reason."""
+    for (tenant, tier, why), n in forgotten.evicted.items():
+        tell("evict", tenant=tenant, tier=tier.name.lower(), reason=why, copies=n)
+    for (tenant, why), n in forgotten.not_admitted.items():
+        tell("not admitted", tenant=tenant, tier="nvme", reason=why, blocks=n)

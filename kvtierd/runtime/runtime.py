@@ -197,7 +197,7 @@ class Runtime:
         if self.nvme is not None:
             await asyncio.to_thread(self.nvme.save_tenants, SavedTenants(book.sequence + 1, book.after(name, override)))
         for changed, limits in book.commit(name, override).items():
-            log.info("limits of tenant %r are now %s", changed, limits if limits is not None else "none")
+            log.info("limits of tenant %r are now %s", changed, book.text(changed))
             self.core.set_limits(self.now(), changed, limits)
         self.apply()
 
@@ -361,7 +361,8 @@ class Runtime:
         published = self.core.commit(self.now(), attached.core, ticket_id, indexes)
         self.apply()
         if decisions.wanted():
-            decisions.tell("commit", session=attached.session_id, ticket=ticket_id, blocks=len(published))
+            tenant = published[0].realm.tenant.name if published else ""
+            decisions.tell("commit", session=attached.session_id, tenant=tenant, ticket=ticket_id, blocks=len(published))
         return published
 
     def abort(self, attached: Attached, ticket_id: int, indexes: Iterable[int]) -> None:
@@ -469,8 +470,9 @@ class Runtime:
         self.apply()
         if decisions.wanted():
             decisions.tell(
-                "pin", ticket=ticket.ticket_id, copies=len(ticket.copies), expires_s=expires_s, first=decisions.short(keys)
-            )
+                "pin", tenant="" if tenant is None else tenant.name, ticket=ticket.ticket_id,
+                copies=len(ticket.copies), expires_s=expires_s, first=decisions.short(keys),
+            )  # fmt: skip
         return ticket
 
     def unpin(self, ticket_id: int, tenant: str | None) -> None:

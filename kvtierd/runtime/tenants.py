@@ -102,6 +102,12 @@ class TenantBook:
         """Which limits of a tenant are not in force, and why; empty when all are."""
         return "; ".join(f"{key}: {why}" for key, why in self.problems.get(name, {}).items())
 
+    def text(self, name: str) -> str:
+        """The settings in force in words, those that limit nothing left out."""
+        told = self.settings(name).model_dump(mode="json", by_alias=True, exclude_defaults=True)
+        numbers = {key: f"{value:g}" if isinstance(value, float) else value for key, value in told.items()}
+        return ", ".join(f"{key} {value}" for key, value in numbers.items()) or "none"
+
     def adopt(self, sequence: int, overrides: Mapping[str, Mapping[str, Any]]) -> None:
         """Take over what was set before the restart."""
         self.sequence = sequence

@@ -110,8 +110,9 @@ class AttachStream:
             task.cancel()
         if self._waiting:
             _, deaf = await asyncio.wait(self._waiting, timeout=CANCEL_WAIT_S)
+            if deaf:
+                log.warning("%d calls of an ended stream go on", len(deaf))
             for task in deaf:
-                log.warning("a call of an ended stream goes on: %r", task)
                 task.cancel()
 
     async def _hello(self) -> pb.Hello:

@@ -12,7 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from kvtierd.cli import cli
 from kvtierd.client import Client
 from kvtierd.errors import RequestError
 from kvtierd.testing.daemon import DaemonProcess
@@ -55,7 +57,8 @@ def test_json_lines_tell_each_decision(make_daemon: Callable[..., DaemonProcess]
     saves = told["save"]
     assert sum(line.get("granted", 0) for line in saves) == len(KEYS)
     assert saves[-1]["held"] == 2
-    assert {line["tenant"] for line in saves} == {"acme"}
+    of_tenants = [told[name] for name in ("save", "commit", "demote", "moved", "evict", "pin")]
+    assert {line["tenant"] for of_tenant in of_tenants for line in of_tenant} == {"acme"}
     assert saves[0]["first"] == "010101010101"
     assert sum(line["blocks"] for line in told["commit"]) == len(KEYS)
     *found, missed = told["load"]  # the client asks for a few at a time, as CPU memory is small
@@ -75,6 +78,31 @@ def test_json_lines_tell_each_decision(make_daemon: Callable[..., DaemonProcess]
     assert not any(key.hex() in daemon.log() for key in KEYS)
 
 
+def test_lines_of_several_tenants_name_each(make_daemon: Callable[..., DaemonProcess], make_client: Callable[..., Client]) -> None:
+    """Goal: what goes of a tenant and what is made for it is told with its name, and the limits that it is given are told in words.
+
+    Method: one fills CPU memory, another takes an extent of it.
+    """
+    daemon = make_daemon(**CONFIG, log={"level": "debug", "json_lines": True})
+    for options in (["--cpu-quota", "512KiB", "--ttl-cpu", "10min"], ["--class", "premium", "--cpu-reserve", "25%"]):
+        set_ = CliRunner().invoke(cli, ["tenants", "set", "--address", daemon.address, "b", *options])
+        assert set_.exit_code == 0, set_.output
+    first, second = (make_client(daemon, KIB64, model=name, tenant=name) for name in ("acme", "b"))
+    assert first.save(KEYS[:16], [bytes(KIB64)] * 16, timeout_s=20.0, wait_s=15.0).complete
+    assert second.save(KEYS[:4], [bytes(KIB64)] * 4, timeout_s=20.0, wait_s=15.0).complete
+    assert CliRunner().invoke(cli, ["tenants", "rm", "--address", daemon.address, "b", "--force"]).exit_code == 0
+    assert daemon.stop() == 0
+    lines = [json.loads(line) for line in daemon.log().splitlines()]
+    told = [(line["decision"], line.get("tier"), line.get("tenant"), line.get("realm")) for line in lines if "decision" in line]
+    assert {line for line in told if line[0] == "extent made"} == {
+        ("extent made", "cpu", "acme", 1), ("extent made", "cpu", "b", 2), ("extent made", "nvme", None, None),
+    }  # fmt: skip
+    assert ("extent retired", "cpu", "acme", 1) in told and ("evict", "cpu", "acme", None) in told
+    assert [line["msg"].removeprefix("limits of tenant 'b' are now ") for line in lines if "are now" in line["msg"]] == [
+        "cpu_quota 524288, cpu_ttl 600", "class premium, cpu_quota 524288, cpu_reserve 25%, cpu_ttl 600", "none",
+    ]  # fmt: skip
+
+
 def test_text_has_one_line_a_decision(make_daemon: Callable[..., DaemonProcess], make_client: Callable[..., Client]) -> None:
     daemon = make_daemon(**CONFIG, log={"level": "debug"})
     busy_day(daemon, make_client)
@@ -82,11 +110,11 @@ def test_text_has_one_line_a_decision(make_daemon: Callable[..., DaemonProcess],
     (opened,) = [line for line in lines if " realm opened " in line]
     assert r"tenant=acme model='a model\nwith lines'" in opened
     assert any(" DEBUG   save session=1 tenant=acme ticket=" in line and line.endswith("granted=1") for line in lines)
-    assert any("evict tier=cpu reason=pressure copies=" in line for line in lines)
+    assert any("evict tenant=acme tier=cpu reason=pressure copies=" in line for line in lines)
 
 
 def test_other_levels_have_none_of_it(make_daemon: Callable[..., DaemonProcess], make_client: Callable[..., Client]) -> None:
     daemon = make_daemon(**CONFIG)
     busy_day(daemon, make_client)
     assert "DEBUG" not in daemon.log()
-    assert "evict tier" not in daemon.log()
+    assert " evict " not in daemon.log()

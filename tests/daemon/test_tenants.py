@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 import pytest
 from click.testing import CliRunner, Result
+from prometheus_client.parser import text_string_to_metric_families
 
 from kvtierd.cli import cli
 from kvtierd.client import Client
@@ -66,6 +67,14 @@ def listed(daemon: DaemonProcess) -> dict[str, Any]:
     result = run(daemon, "tenants", "list", "--json")
     assert result.exit_code == 0, result.output
     return {entry["tenant"]: entry for entry in map(json.loads, result.output.splitlines())}
+
+
+def quotas(daemon: DaemonProcess) -> dict[tuple[str, str], float]:
+    """Quotas by tenant and tier, as the metrics tell them."""
+    with daemon.admin() as stub:
+        families = text_string_to_metric_families(stub.GetMetrics(pb.GetMetricsRequest(), timeout=10).text)
+    (family,) = [f for f in families if f.name == "kvtierd_tenant_quota_bytes"]
+    return {(s.labels["tenant"], s.labels["tier"]): s.value for s in family.samples}
 
 
 def refused(daemon: DaemonProcess, *args: str) -> str:
@@ -231,6 +240,9 @@ def test_what_was_set_survives_a_restart_and_wins_over_the_file(make_daemon: Mak
     big = "--class premium --cpu-reserve 40MiB --ttl-cpu 1m"
     assert run(daemon, "tenants", "set", "big", *big.split()).exit_code == 0
     before = listed(daemon)
+    for name, quota in (("api", 32 * MIB), ("big", float("inf"))):
+        assert quotas(daemon)[name, "cpu"] == quota, "nobody has to come for them first"
+    assert quotas(daemon)["file", "nvme"] == 0 and ("plain", "cpu") in quotas(daemon)
     assert daemon.stop() == 0
     daemon.start()
     assert listed(daemon) == before
