@@ -104,7 +104,9 @@ class Folder:
                 f"nvme folder {path} cannot be made ({e.strerror}): make it, or name another in nvme.folders"
             ) from e
         if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
-            raise FolderLostError(f"nvme folder {path} is not writable for user {os.geteuid()}: chown or chmod it, or name another")
+            read_only = os.statvfs(path).f_flag & os.ST_RDONLY
+            fix = "its file system is read-only: check its device, and remount it" if read_only else "chown or chmod it"
+            raise FolderLostError(f"nvme folder {path} is not writable for user {os.geteuid()}: {fix}, or name another")
         kind = file_system_of(path)
         if kind in VOLATILE_FILE_SYSTEMS and not allow_volatile:
             raise StartupError(

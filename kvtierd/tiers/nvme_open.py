@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from kvtierd.config import NvmeConfig
@@ -265,10 +266,20 @@ def _empty(folder: Folder, why: str) -> None:
 
 
 def _check_distinct(config: NvmeConfig) -> None:
-    real = [os.path.realpath(p) for p in config.folders]
-    for path, resolved in zip(config.folders, real, strict=True):
-        if real.count(resolved) > 1:
-            raise StartupError(f"nvme folder {path} is named twice in nvme.folders: name each folder once")
+    same = [_identity(path) for path in config.folders]
+    for path, identity in zip(config.folders, same, strict=True):
+        if same.count(identity) > 1:
+            raise StartupError(f"nvme folder {path} is twice in nvme.folders, by one name or two: name each folder once")
+
+
+def _identity(path: Path) -> object:
+    """The same for two names of one folder, whether by links or by mounts."""
+    real = os.path.realpath(path)
+    try:
+        info = os.stat(real)
+    except OSError:
+        return real
+    return info.st_dev, info.st_ino
 
 
 def _choose_path(config: NvmeConfig, folder: Folder) -> None:

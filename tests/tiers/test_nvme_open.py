@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -62,9 +63,28 @@ def test_a_failed_start_holds_no_folder(tmp_path: Path) -> None:
     held.close()
 
 
-def test_a_folder_named_twice_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StartupError, match="named twice"):
-        NvmeStore.open(config_for(tmp_path, tmp_path / "." / "x" / ".."))
+@pytest.mark.parametrize("how", ["dots", "a link", "missing", "a second mount"])
+def test_a_folder_named_twice_is_refused(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = tmp_path, tmp_path / "." / "x" / ".."
+    if how == "a link":
+        second = tmp_path / "link"
+        second.symlink_to(tmp_path)
+    elif how == "missing":
+        first, second = tmp_path / "none", tmp_path / "x" / ".." / "none"
+    elif how == "a second mount":
+        first, second = (tmp_path / name for name in "ab")
+        first.mkdir()
+        real = os.stat
+        monkeypatch.setattr("os.stat", lambda path, **more: real(first if path == str(second) else path, **more))
+    with pytest.raises(StartupError, match=r"is twice in nvme.folders, by one name or two"):
+        NvmeStore.open(config_for(first, second))
+
+
+def test_a_read_only_file_system_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda *_: False)
+    monkeypatch.setattr("os.statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
+    with pytest.raises(StartupError, match="its file system is read-only: check its device, and remount it"):
+        NvmeStore.open(config_for(tmp_path))
 
 
 def test_a_file_in_the_folders_place_is_refused(tmp_path: Path) -> None:
