@@ -32,6 +32,8 @@ KEY_BYTES: Final = 32
 NONCE_BYTES: Final = 24
 TAG_BYTES: Final = 16
 SEAL_BYTES: Final = NONCE_BYTES + TAG_BYTES
+MAX_ONE_CALL_BYTES: Final = (1 << 31) - 1
+"""The quickest way to encrypt takes no more."""
 MAX_KEY_FILE_BYTES: Final = 4096
 KEY_COMMAND_S: Final = 60.0
 """Longest time that a key command may take."""
@@ -180,9 +182,16 @@ class SlotCipher:
         Returns:
             The seal, 40 bytes.
         """
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        self._gcm(self._key_of(nonce)).encrypt_into(nonce[12:], payload, bound, into)
-        return nonce + bytes(into[payload.nbytes :])
+        nonce, size = secrets.token_bytes(NONCE_BYTES), payload.nbytes
+        if size <= MAX_ONE_CALL_BYTES:
+            self._gcm(self._key_of(nonce)).encrypt_into(nonce[12:], payload, bound, into)
+        else:
+            encryptor = self._cipher(self._aes(self._key_of(nonce)), self._modes.GCM(nonce[12:])).encryptor()
+            encryptor.authenticate_additional_data(bound)
+            encryptor.update_into(payload, into[:size])
+            encryptor.finalize()
+            into[size:] = encryptor.tag
+        return nonce + bytes(into[size:])
 
     def decrypt(self, payload: memoryview, bound: bytes, seal: bytes) -> bool:
         """Decrypt a payload in its place. False when it is not what was encrypted with this key, ``bound`` and seal; then it is
