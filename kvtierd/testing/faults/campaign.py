@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import secrets
 import shutil
 import signal
 import subprocess
@@ -75,9 +76,10 @@ class Campaign:
         folder: for everything; on a file system that takes O_DIRECT where that is to be tried.
         seed: of plans and clients.
         disk: False leaves faults of the disk out.
+        encrypted: the NVMe tier has a key, which changes now and then.
     """
 
-    def __init__(self, folder: Path, seed: int, *, disk: bool) -> None:
+    def __init__(self, folder: Path, seed: int, *, disk: bool, encrypted: bool) -> None:
         self.seed = seed
         self.folder = folder
         under = folder / "nvme"
@@ -88,6 +90,10 @@ class Campaign:
             "nvme": {"capacity": NVME_BYTES, "folders": [str(f) for f in self.folders], "snapshot_journal": 8192},
             "log": {"slow": 0},
         }
+        self.key_path = folder / "nvme.key" if encrypted else None
+        if self.key_path is not None:
+            config["nvme"]["encryption_key_file"] = str(self.key_path)
+            self._new_key(self.key_path)
         self.daemon = DaemonProcess(folder / "d", config)
         if self.disk is not None:
             self.daemon.environment = self.disk.environment
@@ -95,6 +101,14 @@ class Campaign:
         self.gone: list[Process] = []
         self.counts: Counter[str] = Counter()
         self._log_read = 0
+
+    def _new_key(self, path: Path) -> None:
+        path.touch(mode=0o600)
+        path.write_text(secrets.token_hex(32))
+
+    def plan(self, number: int) -> Plan:
+        """What befalls the daemon in a round."""
+        return draw(self.seed, number, disk=self.disk is not None, encrypted=self.key_path is not None)
 
     def start(self) -> None:
         """The first daemon and its clients."""
@@ -109,7 +123,7 @@ class Campaign:
 
     def round(self, number: int) -> None:
         """Load, death, start, and a look at everything. Raises AssertionError for whatever must not be."""
-        plan = draw(self.seed, number, disk=self.disk is not None)
+        plan = self.plan(number)
         self._say(str(plan))
         rng = random.Random(f"{self.seed}/{number}/run")
         if self.disk is not None:
@@ -160,6 +174,9 @@ class Campaign:
             self.disk.watch_writes(on=False)
             if not plan.faulty_start:
                 self.disk.heal()
+        if plan.kind is Kind.KEY:
+            assert self.key_path is not None
+            self._new_key(self.key_path)
         for after_s in plan.start_kills_s:
             self.daemon.launch()
             time.sleep(after_s)
@@ -188,6 +205,9 @@ class Campaign:
         found = checks.listing(self.daemon)
         checks.check_accounts(self.daemon, self.folders, found)
         checks.check_files(self.folders, NVME_BYTES)
+        if self.key_path is not None:
+            assert not (found and plan.kind is Kind.KEY), f"blocks that another key encrypted: {found}"
+            checks.check_hidden(self.folders, found)
         missing = self._load_all(found)
         count = sum(map(len, found.values()))
         lost = sum(map(len, missing.values()))
@@ -269,7 +289,9 @@ class Campaign:
             f.write(text + "\n")
 
 
-def run(folder: Path, seed: int, kills: int, *, disk: bool, first: int = 0, tell: bool = False) -> Counter[str]:
+def run(
+    folder: Path, seed: int, kills: int, *, disk: bool, encrypted: bool = False, first: int = 0, tell: bool = False
+) -> Counter[str]:
     """A whole campaign.
 
     Args:
@@ -277,6 +299,7 @@ def run(folder: Path, seed: int, kills: int, *, disk: bool, first: int = 0, tell
         seed: of everything that is drawn.
         kills: SIGKILLs of the daemon, at least.
         disk: whether the disk fails too.
+        encrypted: whether the NVMe tier is, with a key that changes now and then.
         first: number of the first round.
         tell: print how far it is.
 
@@ -286,7 +309,7 @@ def run(folder: Path, seed: int, kills: int, *, disk: bool, first: int = 0, tell
     Raises:
         AssertionError: something is wrong; names the round.
     """
-    campaign = Campaign(folder, seed, disk=disk)
+    campaign = Campaign(folder, seed, disk=disk, encrypted=encrypted)
     number = first
     try:
         campaign.start()
@@ -294,7 +317,7 @@ def run(folder: Path, seed: int, kills: int, *, disk: bool, first: int = 0, tell
             try:
                 campaign.round(number)
             except Exception as e:
-                raise AssertionError(f"seed {seed}, {draw(seed, number, disk=disk)}:\n{e}") from e
+                raise AssertionError(f"seed {seed}, {campaign.plan(number)}:\n{e}") from e
             number += 1
             if tell and number % TELL_EVERY == 0:
                 done, looked = campaign.counts["SIGKILLs of the daemon"], campaign.counts["listed blocks loaded and compared"]
@@ -313,6 +336,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of what is drawn (default 1)")
     parser.add_argument("--first", type=int, default=0, help="number of the first round, to begin where a failure was (default 0)")
     parser.add_argument("--no-disk-faults", action="store_true", help="leave faults of the disk out, which need a C compiler")
+    parser.add_argument("--encrypted", action="store_true", help="encrypt the NVMe tier, and start with another key now and then")
     parser.add_argument(
         "--folder", type=Path, help="where to work, made anew and kept (default: a temporary folder, kept on failure)"
     )
@@ -329,7 +353,7 @@ def main() -> int:
     began_s = time.monotonic()
     print(f"seed {args.seed}, {args.kills} kills, in {folder}", flush=True)
     try:
-        counts = run(folder, args.seed, args.kills, disk=disk, first=args.first, tell=True)
+        counts = run(folder, args.seed, args.kills, disk=disk, encrypted=args.encrypted, first=args.first, tell=True)
     except AssertionError as e:
         print(f"{e}\n\nfailed after {time.monotonic() - began_s:.0f} s; files and logs are in {folder}", file=sys.stderr)
         return 1

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+
 from kvtierd.client import Client
-from kvtierd.model import Tier
+from kvtierd.model import PAGE_BYTES, Tier
 from kvtierd.testing.daemon import DaemonProcess
 from kvtierd.testing.faults.contents import REALMS, Realm
 from kvtierd.v1 import admin_pb2 as pb
@@ -17,6 +20,8 @@ from kvtierd.v1 import admin_pb2 as pb
 SETTLE_S: Final = 10.0
 """How long files may take to follow the figures: dropped segments are deleted by a thread."""
 BATCH: Final = 16
+BEGIN_BYTES: Final = 16
+"""So many bytes tell contents apart."""
 LOAD_TIMEOUT_S: Final = 30.0
 Listing = dict[Realm, list[bytes]]
 
@@ -89,6 +94,19 @@ def check_accounts(daemon: DaemonProcess, folders: list[Path], found: Listing) -
             return
         assert time.monotonic() < until_s, f"{reserved} bytes reserved, and segments take {size}: {files}"
         time.sleep(0.05)
+
+
+def check_hidden(folders: list[Path], found: Listing) -> None:
+    """No page of a segment begins as a payload of a listed block does: all of them are encrypted."""
+    begins: set[bytes] = set()
+    for path in _files(folders):
+        if path.suffix == ".kv":
+            with contextlib.suppress(FileNotFoundError):  # dropped segments are deleted by a thread
+                begins |= {page.tobytes() for page in np.fromfile(path, np.uint8).reshape(-1, PAGE_BYTES)[:, :BEGIN_BYTES]}
+    for realm, keys in found.items():
+        for key in keys:
+            plain = [shard for shard in realm.content(key) if shard[:BEGIN_BYTES].tobytes() in begins]
+            assert not plain, f"the block {key.hex()} of {realm} is on disk as it is"
 
 
 def _files(folders: list[Path]) -> Iterator[Path]:

@@ -22,10 +22,12 @@ class Kind(Enum):
     REPORTED = "the disk answers with errors"
     HIDDEN = "the disk loses and tears writes without a word"
     POWER = "the power is cut: writes that were not synced are lost"
+    KEY = "SIGKILL, and the next daemon has another key"
 
 
 _WITHOUT_DISK: Final = ((Kind.KILL, 6), (Kind.DRAIN, 2), (Kind.START, 2))
 _WITH_DISK: Final = ((Kind.KILL, 7), (Kind.DRAIN, 2), (Kind.START, 3), (Kind.REPORTED, 4), (Kind.HIDDEN, 2), (Kind.POWER, 3))
+_ENCRYPTED: Final = ((Kind.KEY, 2),)
 _REPORTED: Final = (
     DiskFault.WRITE_EIO, DiskFault.WRITE_ENOSPC, DiskFault.WRITE_SHORT, DiskFault.READ_EIO, DiskFault.READ_SHORT,
     DiskFault.READ_FLIP, DiskFault.SYNC_EIO, DiskFault.MAKE_ENOSPC, DiskFault.RENAME_EIO,
@@ -53,7 +55,7 @@ class Plan:
     @property
     def is_honest(self) -> bool:
         """True when every block that is listed afterwards must be there: nothing but the daemon has failed."""
-        return self.kind in (Kind.KILL, Kind.DRAIN, Kind.START)
+        return self.kind in (Kind.KILL, Kind.DRAIN, Kind.START, Kind.KEY)
 
     def __str__(self) -> str:
         rates = ", ".join(f"{fault.name.lower()} {rate:.3f}" for fault, rate in self.rates.items())
@@ -61,16 +63,17 @@ class Plan:
         return f"round {self.number}: {self.kind.value} after {self.run_s:.2f} s" + (f" ({rates}{where})" if rates else "")
 
 
-def draw(seed: int, number: int, *, disk: bool) -> Plan:
+def draw(seed: int, number: int, *, disk: bool, encrypted: bool = False) -> Plan:
     """The plan of a round.
 
     Args:
         seed: of the campaign.
         number: of the round.
         disk: True where faults can be put below the daemon.
+        encrypted: True where the NVMe tier has a key.
     """
     rng = random.Random(f"{seed}/{number}")
-    kinds, weights = zip(*(_WITH_DISK if disk else _WITHOUT_DISK), strict=True)
+    kinds, weights = zip(*(_WITH_DISK if disk else _WITHOUT_DISK), *(_ENCRYPTED if encrypted else ()), strict=True)
     kind = rng.choices(kinds, weights)[0]
     rates: dict[DiskFault, float] = {}
     only = ""
@@ -88,6 +91,6 @@ def draw(seed: int, number: int, *, disk: bool) -> Plan:
         only,
         faulty_start=bool(rates) and rng.random() < 0.3,
         kill_client=rng.random() < 0.3,
-        start_kills_s=tuple(rng.uniform(0.1, 1.1) for _ in range(rng.randrange(1, 4))) if kind is Kind.START else (),
+        start_kills_s=tuple(rng.uniform(0.1, 1.1) for _ in range(rng.randrange(1, 4))) if kind in (Kind.START, Kind.KEY) else (),
         lost_share=rng.choice([0.1, 0.5, 1.0]) if kind is Kind.POWER else 0.0,
     )
