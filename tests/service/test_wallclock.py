@@ -85,5 +85,5 @@ async def restarted(folder: Path, clocks: Clocks) -> tuple[NvmeStore, TierCore]:
     """A store and a core that took over what it holds."""
     store = NvmeStore.open(config_for(folder))
     core = TierCore(core_config(nvme=256 << 20, extent=1 << 20))
-    assert await recover(core, store, clocks.clock) == 4
+    assert await recover(core, store, clocks.clock) >= 4
     return store, core
