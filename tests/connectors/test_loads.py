@@ -128,8 +128,8 @@ def test_a_miss_is_not_asked_about_again_at_once(clock: Clock) -> None:
 
 
 def test_small_and_slow_hits_are_computed() -> None:
-    parts, loads = Parts(min_hit_tokens=200), Loads()
-    parts.client.everything = True
+    parts, loads = Parts(min_hit_tokens=100), Loads()
+    parts.client.next_fetch = FakeFetch(b"t", [[0, 1]], done=True)
     assert ask(parts, loads, state()) == (0, False)
     slow = Parts(gate=True)
     slow.client.everything = True
@@ -146,6 +146,7 @@ def test_a_hit_of_less_than_a_chunk_is_computed_unless_it_is_asked_for(least: in
     parts, loads = Parts(min_hit_tokens=least), Loads()
     parts.client.everything = True
     assert ask(parts, loads, state(request(tokens=64)), local) == (promised, promised > 0)
+    assert len(parts.client.fetches) == (promised > 0), "what would not be loaded is not asked for"
 
 
 def test_past_the_deadline_what_is_there_is_loaded(clock: Clock) -> None:

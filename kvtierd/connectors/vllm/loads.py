@@ -129,6 +129,8 @@ class Loads:
         if lookup is None:
             if state.missed is not None and state.missed[0] <= first and now - state.missed[1] < MISS_S:
                 return 0
+            if _chunks(ctx, state) * ctx.plan.chunk_tokens - local_tokens < _least_tokens(ctx):
+                return 0  # the engine holds all but a rest itself: not worth the steps that a question takes
             return self._ask(ctx, state, first, now)
         if not lookup.done and not lookup.settled and now < lookup.deadline_s:
             return None
@@ -215,7 +217,7 @@ class Loads:
         outcome = ""
         if tokens <= 0 or not lookup.intact:
             outcome = "loads|timeout" if late and fresh else "loads|miss"
-        elif tokens < (ctx.settings.min_hit_tokens or plan.chunk_tokens):
+        elif tokens < _least_tokens(ctx):
             outcome = "loads|small"
         elif ctx.settings.gate and not state.promised_s:
             _, nbytes = load_bytes(plan, local_tokens, hit * plan.chunk_tokens)
@@ -383,6 +385,11 @@ def _chunks(ctx: Context, state: RequestState) -> int:
     """Chunks that may be loaded for a request."""
     count, limit = ctx.keys.count(state.request), state.settings.max_load_tokens
     return count if limit is None else min(count, limit // ctx.plan.chunk_tokens)
+
+
+def _least_tokens(ctx: Context) -> int:
+    """The smallest hit that is loaded."""
+    return ctx.settings.min_hit_tokens or ctx.plan.chunk_tokens
 
 
 def _patience_s(ctx: Context, tokens: int) -> float:
