@@ -207,10 +207,6 @@ class _Opening:
         for path, error in self._lost.items():
             if not former.knows(os.path.realpath(path)):
                 raise error
-        present = {os.path.realpath(folder.path): folder.mount for folder in self._folders}
-        silent = {os.path.realpath(folder.path) for folder, pool, _ in found if pool is None}
-        membership = former.after(present, [os.path.realpath(path) for path in self._lost], silent)
-        key_check = check_value(self._key, pool_id) if self._key is not None else ""
         # A folder that has lost its pool.json says nothing of itself; the others know whether it was there.
         away = {
             id(folder)
@@ -218,6 +214,11 @@ class _Opening:
             if not (pool.membership.was_there(former) if pool else former.may_have(os.path.realpath(folder.path)))
         }
         pools = [pool for folder, pool, _ in found if pool is not None and id(folder) not in away]
+        present = {os.path.realpath(folder.path): folder.mount for folder in self._folders}
+        strangers = {os.path.realpath(folder.path) for folder, pool, _ in found if pool is None or id(folder) in away}
+        lost = [os.path.realpath(path) for path in self._lost]
+        membership = former.after(present, lost, strangers, [pool.membership for pool in pools])
+        key_check = check_value(self._key, pool_id) if self._key is not None else ""
         stale = dict.fromkeys(away, AWAY)
         for folder, pool, _ in found:
             written_with = pool.key_check if pool else pools[0].key_check if pools else ""
