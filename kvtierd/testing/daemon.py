@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -90,11 +91,20 @@ class DaemonProcess:
         while time.monotonic() < until_s:
             if process.poll() is not None:
                 raise StartupError(f"the daemon ended with status {process.returncode}:\n{self.log()[-2000:]}")
-            with contextlib.suppress(grpc.RpcError):
-                self.status(timeout_s=2.0)
-                return self
+            with contextlib.suppress(grpc.RpcError, OSError):
+                if self._listens():
+                    self.status(timeout_s=2.0)
+                    return self
             time.sleep(0.02)
         raise StartupError(f"the daemon did not serve within {timeout_s} s:\n{self.log()[-2000:]}")
+
+    def _listens(self) -> bool:
+        """Whether anybody does at its address; asked again and again, as it costs next to nothing beside a call that fails.
+
+        Raises OSError for a path that is no address.
+        """
+        with socket.socket(socket.AF_UNIX) as probe:
+            return probe.connect_ex(self.config["server"]["socket"]) == 0
 
     def log(self) -> str:
         """What the daemon has written to its log."""
