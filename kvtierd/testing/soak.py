@@ -84,7 +84,7 @@ class Worker(threading.Thread):
         rng = self._rng
         shards = rng.choice(SIZES)
         space = Namespace(shard_bytes=shards, model=f"model {rng.randrange(3)}")
-        with Client(space, self._address, f"tenant {rng.randrange(8)}", timeout_s=20.0, require=True) as client:
+        with Client(space, self._address, f"tenant-{rng.randrange(8)}", timeout_s=20.0, require=True) as client:
             before: list[bytes] = []
             for _ in range(ROUNDS_A_SESSION):
                 if self.stop.is_set():
