@@ -15,7 +15,6 @@ what lies in an extent that it holds beyond its reserve. The latter are few, as 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 
 from kvtierd.core.block import Copy, CopyState
@@ -34,8 +33,11 @@ class Packer:
     def __init__(self, state: CoreState) -> None:
         self._state = state
         self._pool = state.pools[Tier.CPU]
-        self.moving: Counter[Tenant] = Counter()
-        """Copies that are being moved together, by tenant."""
+
+    def is_moving(self, tenant: Tenant | None = None) -> bool:
+        """True while copies are being moved together: any, or those of a tenant."""
+        within = (move.src.block.realm.tenant for move in self._state.moves.values() if move.is_within)
+        return any(tenant in (None, owner) for owner in within)
 
     def can_empty(self, extent: Extent) -> bool:
         """True when all that is in an extent in CPU memory of a tenant with a reserve fits elsewhere, and nobody uses any of it."""
@@ -87,17 +89,12 @@ class Packer:
         place.pins = 1
         for shard in moving:
             pool.set_owner(slots[shard], place)
-        self.moving[realm.tenant] += 1
         return place
 
     def settle(self, now: float, move: Move, result: Result) -> None:
         """Take in the result of a move within the tier."""
         state, pool = self._state, self._pool
         source, place = move.src, move.dst
-        tenant = source.block.realm.tenant
-        self.moving[tenant] -= 1
-        if not self.moving[tenant]:
-            del self.moving[tenant]
         changed = [(a, b) for a, b in zip(source.all_slots(), place.all_slots(), strict=True) if a != b]
         if result is Result.OK:
             state.counts.move_bytes[(source.tier, place.tier)] += move.size_bytes

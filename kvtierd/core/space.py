@@ -132,7 +132,7 @@ class Space:
             else:
                 first = dirty.first()
                 if first is None:
-                    is_moving = tenant.leaving_bytes[tier] or (tier is Tier.CPU and self.packer.moving[tenant])
+                    is_moving = tenant.leaving_bytes[tier] or (tier is Tier.CPU and self.packer.is_moving(tenant))
                     return Reason.BUSY if is_moving else Reason.QUOTA
                 victim = first[1].orders[tier].next_dirty()
                 assert victim is not None

@@ -405,7 +405,7 @@ class TierCore:
     @property
     def is_packing(self) -> bool:
         """True while copies are being moved together within CPU memory."""
-        return bool(self._space.packer.moving)
+        return self._space.packer.is_moving()
 
     # ---- recovery
 
