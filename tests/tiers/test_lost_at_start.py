@@ -17,7 +17,7 @@ import pytest
 from kvtierd.errors import StartupError
 from kvtierd.model import slot_id
 from kvtierd.tiers import folder, log_file, nvme_open, pool_file
-from kvtierd.tiers.base import Result
+from kvtierd.tiers.base import Recovered, Result
 from kvtierd.tiers.nvme import NvmeStore
 from tests.tiers.conformance import assert_held, block, key_of, realm_of, slot_bytes_for
 from tests.tiers.nvme_tools import MIB, config_for, crash, open_store
@@ -154,12 +154,17 @@ def test_one_error_does_not_lose_a_folder(folders: tuple[Path, Path], monkeypatc
     store.close()
 
 
+def with_a_new_device(a: Path, b: Path) -> tuple[NvmeStore, Recovered]:
+    """A start where something else is mounted in the place of b."""
+    b.rename(b.with_name("unplugged"))
+    b.mkdir()
+    return open_store(config_for(a, b, capacity=CAPACITY))
+
+
 def test_a_new_device_in_the_place_of_a_lost_one_is_taken(folders: tuple[Path, Path]) -> None:
     a, b = folders
     of_a = in_folder(a)
-    b.rename(b.with_name("unplugged"))
-    b.mkdir()  # something is mounted there
-    store, recovered = open_store(config_for(a, b, capacity=CAPACITY))
+    store, recovered = with_a_new_device(a, b)
     assert not store.lost and {key for _, key, *_ in recovered.blocks} == {key_of(n) for n in of_a}
     store.close()
 
@@ -167,9 +172,7 @@ def test_a_new_device_in_the_place_of_a_lost_one_is_taken(folders: tuple[Path, P
 def test_an_old_device_that_takes_the_place_of_a_new_one_is_not_believed(folders: tuple[Path, Path]) -> None:
     a, b = folders
     of_a = in_folder(a)
-    b.rename(b.with_name("unplugged"))
-    b.mkdir()  # something is mounted there
-    store, recovered = open_store(config_for(a, b, capacity=CAPACITY))
+    store, recovered = with_a_new_device(a, b)
     fresh = range(recovered.next_extent_id, recovered.next_extent_id + 4)
     for extent in fresh:  # numbers that the old device has used, too
         save(store, extent, recovered.next_generation + extent, name=f"new {extent}")
