@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.vllm.runner import MODULE, llm_arguments, prompts, transfer_config, vllm_version
+from tests.vllm.runner import MODULE, instruction_sets, llm_arguments, prompts, transfer_config, vllm_version
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,8 @@ class Case:
         held: prompt tokens that a fresh engine must find for each prompt; None where that depends on the schedule.
         since: oldest vLLM that the case is run with. Older ones cannot recover a failed load of several KV cache groups, so that
             the connector keeps nothing there, and have no latent attention on CPUs.
+        needs: what the processor must have one of. vLLM refuses fp8 without; its latent attention without tiles takes no prefix
+            from a cache, and gives other tokens for a prompt that is cut elsewhere.
         connector: "module" (by module path), "name" (through the entry point) or "multi" (the second of a MultiConnector).
     """
 
@@ -34,6 +36,7 @@ class Case:
     at_once: bool = False
     held: int | None = 192
     since: tuple[int, int] = (0, 23)
+    needs: frozenset[str] = frozenset()
     connector: str = "module"
 
     def generate(self, name: str, wanted: list[dict[str, Any]] | None = None) -> dict[str, Any]:
@@ -68,11 +71,11 @@ class Case:
 EVERY = {
     "llama": Case(),
     "bfloat16": Case(llm={"dtype": "bfloat16"}),
-    "fp8": Case(llm={"kv_cache_dtype": "fp8"}),
+    "fp8": Case(llm={"kv_cache_dtype": "fp8"}, needs=frozenset({"avx512", "tiles"})),
     "qwen3": Case("qwen3"),
     "gemma3": Case("gemma3", prompts=prompts(2, 300, 192), held=288, since=(0, 32)),
     "bloom": Case("bloom"),
-    "latent": Case("deepseek", llm={"dtype": "bfloat16"}, since=(0, 32)),
+    "latent": Case("deepseek", llm={"dtype": "bfloat16"}, since=(0, 32), needs=frozenset({"tiles"})),
     "chunked_prefill": Case(llm={"max_num_batched_tokens": 128}, prompts=prompts(2, 900, 512, seed=11), held=896),
     "preempted": Case(
         llm={"num_gpu_blocks_override": 24, "max_model_len": 512},
@@ -87,5 +90,9 @@ EVERY = {
     "multi_connector": Case(connector="multi", prompts=prompts(seed=29)),
 }
 
-CASES = {name: case for name, case in EVERY.items() if case.since <= vllm_version()}
-"""Those that the installed vLLM is run with."""
+CASES = {
+    name: case
+    for name, case in EVERY.items()
+    if case.since <= vllm_version() and (not case.needs or case.needs & instruction_sets())
+}
+"""Those that the installed vLLM is run with on this processor."""

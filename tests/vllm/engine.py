@@ -25,8 +25,8 @@ POLL_S = 0.1
 class Control:
     """The line to the test."""
 
-    def __init__(self, fd: int) -> None:
-        self._socket = socket.socket(fileno=fd) if fd >= 0 else None
+    def __init__(self, line: socket.socket | None) -> None:
+        self._socket = line
         self._buffer = b""
 
     def wait(self, name: str) -> None:
@@ -297,17 +297,22 @@ class Engine:
         time.sleep(POLL_S)
 
 
-def main() -> None:
-    """Run the job that the command line names."""
-    job = json.loads(Path(sys.argv[1]).read_text())
-    control = Control(int(sys.argv[3]) if len(sys.argv) > 3 else -1)
+def run(job: Path, report: Path, line: socket.socket | None = None) -> None:
+    """Run the engines of a job one after the other and write the report."""
+    engines = json.loads(job.read_text())["engines"]
+    control = Control(line)
     import vllm
 
-    reports = [Engine(engine, control).run() for engine in job["engines"]]
-    path = Path(sys.argv[2])
-    part = path.with_suffix(".part")
+    reports = [Engine(engine, control).run() for engine in engines]
+    part = report.with_suffix(".part")
     part.write_text(json.dumps({"vllm": vllm.__version__, "pid": os.getpid(), "engines": reports}, indent=1))
-    part.replace(path)
+    part.replace(report)
+
+
+def main() -> None:
+    """Run the job that the command line names."""
+    line = socket.socket(fileno=int(sys.argv[3])) if len(sys.argv) > 3 else None
+    run(Path(sys.argv[1]), Path(sys.argv[2]), line)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ end is part of each failure.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import json
 import os
@@ -23,6 +24,7 @@ from typing import Any
 
 from kvtierd.testing.vllm.environment import ENGINE_TIMEOUT_S, LOG_TAIL, ROOT, engine_environment
 from kvtierd.testing.vllm.model import FIRST_TOKEN, VOCABULARY
+from tests.vllm.forked import ForkedEngine
 
 BLOCK_TOKENS = 32
 NUM_BLOCKS = 256
@@ -41,6 +43,17 @@ def vllm_version() -> tuple[int, int]:
             continue
         return int(major), int(minor)
     return 1 << 30, 0
+
+
+@functools.cache
+def instruction_sets() -> frozenset[str]:
+    """Those of this processor that vLLM's CPU kernels ask for: "avx512" and "tiles" (AMX)."""
+    try:
+        import torch
+    except ImportError:  # nothing runs then
+        return frozenset()
+    asked = {"avx512": "_is_avx512_supported", "tiles": "_is_amx_tile_supported"}
+    return frozenset(name for name, function in asked.items() if getattr(torch.cpu, function, bool)())
 
 
 def token_ids(count: int, seed: int) -> list[int]:
@@ -158,12 +171,14 @@ class EngineProcess:
         engines: ``{"name", "llm", "steps"}`` for each engine, run one after the other.
         multiprocess: engine core and workers in processes of their own.
         environment: more variables.
+        fresh: a program of its own, not a fork of one that has imported vLLM; with any of the above it always is.
     """
 
     folder: Path
     engines: Sequence[dict[str, Any]]
     multiprocess: bool = False
     environment: dict[str, str] = field(default_factory=dict)
+    fresh: bool = False
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -174,22 +189,31 @@ class EngineProcess:
         ours, theirs = socket.socketpair()
         self._control = ours
         self._buffer = b""
-        command = [sys.executable, str(ROOT / "tests/vllm/engine.py"), str(job), str(self.report_path), str(theirs.fileno())]
+        environment = engine_environment(self.multiprocess, **self.environment)
         self.began_s = time.monotonic()
-        with self.log_path.open("wb") as log, theirs:
-            self.process = subprocess.Popen(
+        self.process: subprocess.Popen[bytes] | ForkedEngine
+        with theirs:
+            if self.fresh or self.multiprocess or self.environment:
+                self.process = self._program(job, theirs, environment)
+            else:
+                self.process = ForkedEngine(job, self.report_path, self.log_path, theirs, environment)
+
+    def _program(self, job: Path, line: socket.socket, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        command = [sys.executable, str(ROOT / "tests/vllm/engine.py"), str(job), str(self.report_path), str(line.fileno())]
+        with self.log_path.open("wb") as log:
+            return subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=engine_environment(self.multiprocess, **self.environment),
-                pass_fds=[theirs.fileno()],
+                env=environment,
+                pass_fds=[line.fileno()],
                 start_new_session=True,
             )
 
     def log(self) -> str:
         """What the engine has printed so far."""
-        return self.log_path.read_text(errors="replace")
+        return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
 
     def wait_for(self, name: str, timeout_s: float = ENGINE_TIMEOUT_S) -> None:
         """Wait until the engine reaches the step ``name``, a barrier or something told."""
@@ -235,10 +259,6 @@ class EngineProcess:
         """SIGKILL to every process of the engine, and wait. Idempotent."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()  # it may not lead its group yet
         self.process.wait()
         self._control.close()
-
-
-def run_engines(folder: Path, engines: Sequence[dict[str, Any]], **options: Any) -> Report:
-    """Run engines in a process of their own, one after the other, until they are done."""
-    return EngineProcess(folder, engines, **options).finish()

@@ -24,7 +24,7 @@ from tests.vllm.conftest import Daemons, Engines
 from tests.vllm.runner import NUM_BLOCKS, llm_arguments, prompts, transfer_config
 from tests.vllm.steps import FORGET, MAX_TOKENS, Baseline, attach, barrier, engine, generate, settle, tell, to_nvme, wait_until
 
-A, B, C, D = (prompts(seed=seed) for seed in (501, 503, 505, 507))
+A, B, C, D, E = (prompts(seed=seed) for seed in (501, 503, 505, 507, 511))
 STOPPED_S = 20.0
 SLOWEST_S = 12.0
 """Longest that nine requests at once may take: two lookups of 0.5 s and a load of 1 s each, and computing on a busy machine."""
@@ -146,8 +146,9 @@ def test_full_disk(models: Path, daemons: Daemons, engines: Engines, baseline: B
     filler = prompts(6, 400, 0, seed=509)
     everything = A + B + C + D
     steps: list[dict[str, Any]] = [
+        attach(daemon),
         generate("before", A),
-        settle(daemon),
+        settle(daemon, blocks=10),
         barrier("fill"),
         generate("full", everything, one_by_one=False),
         generate("filler", filler, one_by_one=False),
@@ -157,9 +158,11 @@ def test_full_disk(models: Path, daemons: Daemons, engines: Engines, baseline: B
         barrier("room"),
         FORGET,
         generate("room", everything),
+        generate("new", E),
         settle(daemon),
         barrier("written"),
         FORGET,
+        generate("new again", E),
         generate("loaded", everything),
         settle(daemon, "settle at last"),
     ]
@@ -171,20 +174,20 @@ def test_full_disk(models: Path, daemons: Daemons, engines: Engines, baseline: B
     process.wait_for("room")
     wait_until(lambda: daemon.status().counters["kvtierd_io_errors_total"] > 0, "a block cannot be written")
     assert "no segment can be made" in daemon.log()
-    written = nvme_of(daemon).copies
     (small_disk / "filler").unlink()
-    wait_until(lambda: nvme_of(daemon).copies > written, "blocks are written once there is room")
+    to_nvme(daemon)
     process.go()
     process.wait_for("written")
     to_nvme(daemon)
     process.go()
     done = process.finish().only
-    plain = baseline(llm_arguments(models / "llama"), everything, MAX_TOKENS)
+    plain = baseline(llm_arguments(models / "llama"), everything + E, MAX_TOKENS)
     for step in ("full", "still full", "room", "loaded"):
-        assert done.tokens(step) == plain, step
+        assert done.tokens(step) == plain[:12], step
         assert done.finish(step) == ["length"] * 12, step
+    assert done.tokens("new") == done.tokens("new again") == plain[12:]
     assert done.metric("room", "vllm:kvtierd_hit_tokens{tier=nvme}") > 0
-    assert done.external("loaded") > done.external("room")
+    assert done.cached("new again") == [192] * 3, "what came when there was room is found on disk"
     assert done.metric("settle at last", "free_blocks") == NUM_BLOCKS - 1
     assert done.metric("settle at last", "vllm:kvtierd_hook_failures") == 0
 

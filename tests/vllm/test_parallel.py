@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvtierd.testing.vllm.server import ApiServer
+from tests.vllm.cases import CASES
 from tests.vllm.conftest import Daemons, Engines
 from tests.vllm.runner import llm_arguments, prompts, transfer_config, vllm_version
 from tests.vllm.steps import FORGET, MAX_TOKENS, Baseline, blocks_of, engine, faulty, generate, settle, wait_until
@@ -58,6 +59,7 @@ def test_pipeline_stages(models: Path, daemons: Daemons, engines: Engines, basel
     assert {block.bytes for block in blocks_of(daemon)} == {BLOCK_BYTES}, "both stages' layers"
 
 
+@pytest.mark.skipif("latent" not in CASES, reason="without tiles (AMX) vLLM's latent attention takes no prefix from a cache")
 def test_latent_attention_of_two_ranks_is_stored_once(models: Path, daemons: Daemons, engines: Engines) -> None:
     """Both ranks have the same latent vectors: a block has the bytes of one, and either rank loads them.
 

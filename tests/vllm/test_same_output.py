@@ -1,7 +1,7 @@
 """Goal: an engine with kvtierd gives the tokens that it gives without, and a second, fresh engine process finds what the first one
 computed.
 
-Method: each case of ``cases.py`` runs greedily in three processes: without a connector, with kvtierd and an empty daemon, and
+Method: each case of ``cases.py`` runs greedily in three programs: without a connector, with kvtierd and an empty daemon, and
 again in a new process with the daemon that the former filled. The plain engine asks everything twice: the second time it
 finds all prompts in its own cache, so that it computes exactly what a hit in kvtierd leaves to compute.
 """
@@ -34,7 +34,7 @@ def plain(models: Path, module_engines: Engines) -> Report:
     for name, case in ALL.items():
         steps = [case.generate("first"), case.generate("again")]
         engines.append({"name": name, "llm": case.arguments(models), "steps": steps})
-    return module_engines.run(engines)
+    return module_engines.run(engines, fresh=True)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,8 @@ def with_kvtierd(models: Path, daemon: DaemonProcess, steps: dict[str, list[dict
 def cold(models: Path, daemon: DaemonProcess, module_engines: Engines) -> Report:
     """With kvtierd, nothing held before."""
     settle = {"do": "settle", "name": "settle", "daemon": str(daemon.folder)}
-    return module_engines.run(with_kvtierd(models, daemon, {name: [case.generate("first"), settle] for name, case in ALL.items()}))
+    steps = {name: [case.generate("first"), settle] for name, case in ALL.items()}
+    return module_engines.run(with_kvtierd(models, daemon, steps), fresh=True)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,7 @@ def warm(models: Path, daemon: DaemonProcess, module_engines: Engines, plain: Re
     """A fresh process with kvtierd, after the one that computed and saved."""
     steps = {name: [case.generate("again")] for name, case in CASES.items()}
     steps["decoded"] = [DECODED.generate("again", continued(plain["decoded"].tokens("first")))]
-    return module_engines.run(with_kvtierd(models, daemon, steps))
+    return module_engines.run(with_kvtierd(models, daemon, steps), fresh=True)
 
 
 @pytest.mark.parametrize("name", ALL)

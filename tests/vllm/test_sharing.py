@@ -87,7 +87,7 @@ def first(models: Path, daemon: DaemonProcess, adapters: dict[str, str], module_
         ],
         "lora": [generate("adapter", A, **with_adapter(adapters, "first")), settle(daemon, blocks=48)],
     }
-    return module_engines.run(engines_of(models, daemon, adapters, steps))
+    return module_engines.run(engines_of(models, daemon, adapters, steps), fresh=True)
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,7 @@ def second(models: Path, daemon: DaemonProcess, adapters: dict[str, str], first:
             generate("no adapter", owned(A, **{"kvtierd.skip_save": True})),
         ],
     }
-    return module_engines.run(engines_of(models, daemon, adapters, steps))
+    return module_engines.run(engines_of(models, daemon, adapters, steps), fresh=True)
 
 
 @pytest.mark.parametrize("question", ["no salt", "other salt", "no tenant", "other tenant", "not loaded", "not saved"])
