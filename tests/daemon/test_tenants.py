@@ -370,14 +370,17 @@ def test_thousands_of_tenants_find_their_blocks_after_a_restart(make_daemon: Mak
     def content(number: int) -> bytes:
         return number.to_bytes(8, "little") * (size // 8)
 
+    def client_of(number: int) -> Client:
+        return Client(Namespace((size,)), daemon.address, tenant=f"tenant-{number}", timeout_s=30.0, require=True)
+
     for number in range(count):
-        with Client(Namespace((size,)), daemon.address, tenant=f"tenant-{number}", require=True) as client:
+        with client_of(number) as client:
             assert client.save([key], [content(number)], wait_s=30.0).saved == 1
     daemon.stop()
     daemon.start()
     assert daemon.status().blocks == count
     for number in range(0, count, 53):
-        with Client(Namespace((size,)), daemon.address, tenant=f"tenant-{number}", require=True) as client:
+        with client_of(number) as client:
             buffer = bytearray(size)
             assert client.load([key], [buffer]).loaded == 1
             assert bytes(buffer) == content(number)
