@@ -150,7 +150,7 @@ class Mover:
         block = source.block
         realm = block.realm
         held = ticket.session.held_bytes
-        if held and held + realm.tier_bytes[Tier.CPU] > state.config.max_ticket_share * state.config.capacity_bytes[Tier.CPU]:
+        if held and held + realm.tier_bytes[Tier.CPU] > state.config.ticket_limit_bytes(Tier.CPU):
             return _Step.SESSION_FULL
         readable = state.readable(block, ticket.devices)
         if readable is not None:

@@ -53,7 +53,7 @@ class Reads:
 
     def _take_over_prefetches(self, now: float, session: Session, load: ReadTicket) -> None:
         """End the prefetch that this load pins itself now, and others where they would keep the load from its memory."""
-        limit = self._state.config.max_ticket_share * self._state.config.capacity_bytes[Tier.CPU]
+        limit = self._state.config.ticket_limit_bytes(Tier.CPU)
         wanted = load.waiting * load.realm.tier_bytes[Tier.CPU]
         for other in list(session.tickets.values()):
             if not isinstance(other, ReadTicket) or not other.prefetch:
@@ -140,7 +140,7 @@ class Reads:
         state = self._state
         size, capacity = block.realm.tier_bytes[Tier.CPU], state.config.capacity_bytes[Tier.CPU]
         copy, entry = state.readable(block, devices), Entry.READY
-        if copy is None or (ahead_bytes and ahead_bytes + size > state.config.max_ticket_share * capacity):
+        if copy is None or (ahead_bytes and ahead_bytes + size > state.config.ticket_limit_bytes(Tier.CPU)):
             lowest = block.nvme
             copy = lowest if lowest is not None and lowest.state is CopyState.READY else ready_copy(block)
             entry = Entry.WAITING

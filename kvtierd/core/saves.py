@@ -73,7 +73,7 @@ class Saves:
         copies: list[Copy | None] = []
         slots: list[int] = []
         size = realm.tier_bytes[Tier.CPU]
-        limit = state.config.max_ticket_share * state.config.capacity_bytes[Tier.CPU]
+        limit = state.config.ticket_limit_bytes(Tier.CPU)
         refused = DRAINING if state.draining else 0
         device = _DeviceSlots(state, self._space, session, realm, request.devices)
         # Held ones first, so that room for the others is not made at their expense.
@@ -230,7 +230,7 @@ class _DeviceSlots:
         if not self._wanted:
             return ()
         config, session = self._state.config, self._session
-        limit = config.max_ticket_share * config.capacity_bytes[Tier.HBM]
+        limit = config.ticket_limit_bytes(Tier.HBM)
         if not self.refused and session.held_bytes and session.held_bytes + self._realm.tier_bytes[Tier.HBM] > limit:
             self.refused = "limit"
         if not self.refused:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvtierd.model import MAX_REALMS
+from kvtierd.model import MAX_REALMS, Tier
 
 
 @dataclass(frozen=True)
@@ -41,3 +41,7 @@ class CoreConfig:
     """Bytes a day that NVMe may be written without asking for a second use; 0 for no limit."""
     fair_share: float = 0.5
     """Part of a tier beyond which a tenant takes room only from itself and from idle tenants; above 0, up to 1."""
+
+    def ticket_limit_bytes(self, tier: Tier) -> float:
+        """Most of a tier that the tickets of one session may pin."""
+        return self.max_ticket_share * self.capacity_bytes[tier]

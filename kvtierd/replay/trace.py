@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from kvtierd.tenant_config import name_problem
+
 TRACE_BLOCK_TOKENS: Final = 512
 MAX_REQUESTS: Final = 1_000_000
 MAX_ID: Final = 2**32 - 1
-MAX_TENANT: Final = 128
 
 
 class TraceError(Exception):
@@ -82,8 +83,10 @@ def _parse(line: str, where: str, partial: bool) -> tuple[float, tuple[int, ...]
     if len(ids) > begun:
         raise TraceError(f"{where}: {length} tokens make {begun} blocks of {TRACE_BLOCK_TOKENS}, but hash_ids has {len(ids)}")
     tenant = row.get("tenant", "")
-    if not (isinstance(tenant, str) and len(tenant) <= MAX_TENANT and (tenant.isprintable() or not tenant)):
-        raise TraceError(f"{where}: tenant is a text of at most {MAX_TENANT} printable characters")
+    if not isinstance(tenant, str):
+        raise TraceError(f"{where}: tenant is a text")
+    if tenant and (problem := name_problem(tenant)):
+        raise TraceError(f"{where}: {problem}")
     return float(at_ms), tuple(ids if partial else ids[:full]), tenant
 
 

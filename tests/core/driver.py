@@ -249,7 +249,7 @@ class Driver:
         """Check everything that can be checked between two events."""
         shell = self.shell
         shell.check()
-        limit = shell.config.max_ticket_share * shell.config.capacity_bytes[Tier.CPU]
+        limit = shell.config.ticket_limit_bytes(Tier.CPU)
         for session in self.sessions:
             assert session.ticket_bytes <= max(limit, max(r.tier_bytes[Tier.CPU] for r in self.realms))
         up = [m.size_bytes for m, _ in shell.moves.values() if m.priority is not Priority.DEMOTE]
