@@ -109,7 +109,7 @@ class BenchDaemon:
         began_s = time.perf_counter()
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvtierd.cli", "serve"], env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                [sys.executable, "-m", "kvtierd", "serve"], env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
         while not self._answers():
             if self._process.poll() is not None:

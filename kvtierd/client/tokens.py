@@ -28,6 +28,8 @@ def authorization(path: str | os.PathLike[str]) -> Metadata:
     """
     if not path:
         return ()
+    if Path(path).exists() and not Path(path).is_file():  # a pipe would be waited for
+        raise ConfigError(f"cannot read the token file {os.fspath(path)}: it is no plain file")
     try:
         with Path(path).open("rb") as file:
             data = file.read(MAX_TOKEN_BYTES + 1)

@@ -68,7 +68,7 @@ class DemoDaemon(DaemonProcess):
         env = {k: v for k, v in os.environ.items() if not k.startswith("KVTIERD_")}
         source = str(Path(kvtierd.__file__).parents[1])
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [source, env.get("PYTHONPATH")]))
-        serve = ["-m", "kvtierd.cli", "serve", "--config", str(path)]
+        serve = ["-m", "kvtierd", "serve", "--config", str(path)]
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(  # noqa: S603 - this interpreter, and a text of our own
                 [sys.executable, "-I", "-c", _TIE, str(os.getpid()), *serve],

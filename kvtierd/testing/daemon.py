@@ -54,7 +54,7 @@ class DaemonProcess:
             self.config.setdefault(table, {}).update(keys)
         self.token = ""
         """Shown by :meth:`status` and :meth:`admin`, for a daemon that asks for one."""
-        self.command = [sys.executable, "-m", "kvtierd.cli"]
+        self.command = [sys.executable, "-m", "kvtierd"]
         self.environment: dict[str, str] = {}
         """Variables that the process gets besides this one's."""
         self.process: subprocess.Popen[bytes] | None = None

@@ -18,10 +18,10 @@ work=$(mktemp -d) # TMPDIR says on which disk
 daemon=
 stop() { [ -z "$daemon" ] || { kill "$daemon" 2>/dev/null && wait "$daemon" || true; daemon=; }; }
 trap 'stop; rm -rf "$work"' EXIT
-kvtierd() { python3 -m kvtierd.cli "$@"; }
+kvtierd() { python3 -m kvtierd "$@"; }
 serve() { # NAME [--set KEY=VALUE...]
     rm -f "$work/k.sock"
-    python3 -m kvtierd.cli serve --set cpu.capacity=40GiB --set server.socket="$work/k.sock" --set server.metrics= "${@:2}" >> "$out/daemon-$1.log" 2>&1 &
+    python3 -m kvtierd serve --set cpu.capacity=40GiB --set server.socket="$work/k.sock" --set server.metrics= "${@:2}" >> "$out/daemon-$1.log" 2>&1 &
     daemon=$!
     for _ in $(seq 200); do [ -S "$work/k.sock" ] && break; sleep 0.1; done
 }
@@ -46,9 +46,9 @@ for run in "${runs[@]}"; do
         ours kvtierd-nvme-save --hits 1
         stop
         serve nvme "${nvme[@]}"
-        ours kvtierd-nvme --hits 2 --before-hit "python3 -m kvtierd.cli evict --address unix:$work/k.sock --tier cpu"
+        ours kvtierd-nvme --hits 2 --before-hit "python3 -m kvtierd evict --address unix:$work/k.sock --tier cpu"
         ours kvtierd-nvme-gate --hits 2 --extra '{"kvtierd.gate": true}' \
-            --before-hit "python3 -m kvtierd.cli evict --address unix:$work/k.sock --tier cpu"
+            --before-hit "python3 -m kvtierd evict --address unix:$work/k.sock --tier cpu"
         kvtierd status --address "unix:$work/k.sock"
         ;;
     fs)

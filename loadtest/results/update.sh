@@ -6,6 +6,6 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export KVTIERD_PYTHON=${KVTIERD_PYTHON:-$PWD/.venv/bin/python}
 results=loadtest/results
-"$KVTIERD_PYTHON" -m kvtierd.cli bench --full --output $results/bench.json
+"$KVTIERD_PYTHON" -m kvtierd bench --full --output $results/bench.json
 bash loadtest/peers/run.sh --output $results/peers.json
 "$KVTIERD_PYTHON" $results/render.py

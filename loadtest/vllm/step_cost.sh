@@ -9,10 +9,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 work=$(mktemp -d)
 trap 'kill "$daemon" 2>/dev/null || true; rm -rf "$work"' EXIT
-python3 -m kvtierd.cli serve --set cpu.capacity="$capacity" --set nvme.capacity=0 --set server.socket="$work/k.sock" \
+python3 -m kvtierd serve --set cpu.capacity="$capacity" --set nvme.capacity=0 --set server.socket="$work/k.sock" \
     --set server.metrics= > "$work/daemon.log" 2>&1 &
 daemon=$!
 for _ in $(seq 100); do [ -S "$work/k.sock" ] && break; sleep 0.1; done
 sleep 10 # prefaulting
 python3 loadtest/vllm/step_cost.py --address "unix:$work/k.sock" "$@"
-python3 -m kvtierd.cli status --address "unix:$work/k.sock" >&2
+python3 -m kvtierd status --address "unix:$work/k.sock" >&2

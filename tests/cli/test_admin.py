@@ -162,7 +162,7 @@ def on_terminal(args: list[str], columns: int) -> list[str]:
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     env = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")} | {"TERM": "dumb"}
-    done = subprocess.Popen([sys.executable, "-m", "kvtierd.cli", *args], stdout=slave, stderr=slave, env=env)
+    done = subprocess.Popen([sys.executable, "-m", "kvtierd", *args], stdout=slave, stderr=slave, env=env)
     os.close(slave)
     output = b""
     with contextlib.suppress(OSError):  # what a closed terminal answers

@@ -271,7 +271,7 @@ def test_a_full_dev_shm_is_none_of_our_business(make_daemon: MakeDaemon, make_cl
     if not shutil.which("unshare") or subprocess.run([*unshare, inside], capture_output=True, check=False).returncode:
         pytest.skip("needs leave to mount in a namespace of its own")
     daemon = make_daemon(start=False, cpu={"capacity": "32MiB"})
-    daemon.command = [*unshare, f'{inside} 2>/dev/null; exec "$@"', "sh", sys.executable, "-m", "kvtierd.cli"]
+    daemon.command = [*unshare, f'{inside} 2>/dev/null; exec "$@"', "sh", sys.executable, "-m", "kvtierd"]
     daemon.start()
     client = make_client(daemon, MIB)
     keys = new_keys(16)

@@ -99,6 +99,8 @@ def test_a_call_needs_a_token_that_the_daemon_knows(guarded: Guarded, make_clien
     (tmp_path / "wrong").write_text("x" * 40)
     assert "does not know this token" in refusal(make_client, daemon, token_file=tmp_path / "wrong")
     assert "cannot read the token file" in refusal(make_client, daemon, token_file=tmp_path / "none")
+    os.mkfifo(tmp_path / "pipe")
+    assert "it is no plain file" in refusal(make_client, daemon, token_file=tmp_path / "pipe")
     (tmp_path / "empty").write_text(" \n")
     assert "holds no token" in refusal(make_client, daemon, token_file=tmp_path / "empty")
     client = make_client(daemon, SIZE, token_file=guarded.token("engine"))

@@ -25,7 +25,7 @@ SMALL = ["--limit", "60", "--cpu-capacity", "64MiB", "--nvme-capacity", "400MiB"
 
 
 def command(tmp_path: Path, *args: str) -> list[str]:
-    return [sys.executable, "-m", "kvtierd.cli", "demo", "--folder", str(tmp_path / "f"), "--json", *args]
+    return [sys.executable, "-m", "kvtierd", "demo", "--folder", str(tmp_path / "f"), "--json", *args]
 
 
 def run_demo(tmp_path: Path, *args: str) -> subprocess.CompletedProcess[str]:

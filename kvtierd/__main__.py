@@ -1,4 +1,4 @@
-"""``python -m kvtierd.cli`` is the ``kvtierd`` command."""
+"""``python -m kvtierd`` is the ``kvtierd`` command."""
 
 from kvtierd.cli import main
 
