@@ -15,6 +15,7 @@ import os
 import platform
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Final
 
 PAGE_BYTES: Final = os.sysconf("SC_PAGESIZE")
@@ -47,6 +48,12 @@ def _check(status: int, what: str) -> None:
     if status != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def available_bytes() -> int:
+    """Memory of this machine that can be had without swapping, as the kernel estimates it."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
 
 
 def create_memfd(name: str, size_bytes: int) -> int:

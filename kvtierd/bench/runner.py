@@ -18,6 +18,7 @@ from kvtierd.bench.disk import DiskPlan
 from kvtierd.bench.index import IndexPlan
 from kvtierd.bench.measure import MIB, BenchError, Report, close_environment, digits, environment
 from kvtierd.errors import DaemonUnavailableError
+from kvtierd.memory import available_bytes
 
 PARTS: Final = ("save", "load", "lookup", "nvme", "index")
 """Everything there is to measure, in order."""
@@ -142,11 +143,8 @@ def _run_own(options: BenchOptions, folder: Path, report: Report, progress: Call
 
 
 def _need_memory(size_bytes: int) -> None:
-    available = 0
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-    if available and available < size_bytes + SPARE_MEMORY:
+    available = available_bytes()
+    if available < size_bytes + SPARE_MEMORY:
         raise BenchError(
             f"this needs {(size_bytes + SPARE_MEMORY) / 2**30:.1f} GiB of free memory, {available / 2**30:.1f} GiB are there: "
             "measure less with --buffer-mib and --round-mib"

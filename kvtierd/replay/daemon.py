@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from kvtierd.client import Client, block_keys
 from kvtierd.errors import DaemonUnavailableError
+from kvtierd.memory import available_bytes
 from kvtierd.model import PAGE_BYTES, Namespace, Tier
 from kvtierd.replay.result import MAX_SAMPLES, Tally, figures
 from kvtierd.replay.trace import Request
@@ -90,6 +92,9 @@ class DaemonReplay:
             raise ReplayError(f"the trace has {len(tenants)} tenants; at most {MAX_TENANTS} can be replayed through a daemon")
         self._settings = settings
         self._requests = requests
+        self._workers = min(settings.workers, len(requests))
+        self._widest = max(len(r.blocks) for r in requests)
+        self._need_memory(self._workers)
         self._status = status
         self._tenants = sorted(tenants)
         self._clients: dict[str, Client] = {}
@@ -122,10 +127,7 @@ class DaemonReplay:
                     token_file=settings.token_file,
                 )
             self._began_s = time.monotonic()
-            workers = [threading.Thread(target=self._work, name=f"replay-{n}") for n in range(settings.workers)]
-            for worker in workers:
-                worker.start()
-            self._watch(workers)
+            self._work_and_watch()
             if self._failure is not None:
                 raise self._failure
             seconds = time.monotonic() - self._began_s
@@ -138,12 +140,32 @@ class DaemonReplay:
                     client.evict(timeout_s=settings.timeout_s)
                 client.close()
 
+    def _need_memory(self, workers: int) -> None:
+        """Each worker has memory for the blocks of the longest request. Raises ReplayError where there is not as much."""
+        size, free = workers * self._widest * self._settings.block_bytes, available_bytes()
+        if size > free:
+            raise ReplayError(
+                f"{workers} workers with memory for {self._widest} blocks of {self._settings.block_bytes:,} bytes take "
+                f"{size / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free: lower --block-size or --workers"
+            )
+
     # ---- workers
 
+    def _work_and_watch(self) -> None:
+        """Have it done. However this ends, no worker is left: one that waits for a later request would keep the process."""
+        with ThreadPoolExecutor(self._workers, "replay") as pool:
+            workers = [pool.submit(self._work) for _ in range(self._workers)]
+            try:
+                self._watch(workers)
+            except BaseException as e:
+                self._failure = e
+                raise
+            finally:
+                wait(workers)
+
     def _work(self) -> None:
-        widest = max(len(r.blocks) for r in self._requests)
-        buffers = np.zeros((widest, self._settings.block_bytes), np.uint8)
         try:
+            buffers = np.zeros((self._widest, self._settings.block_bytes), np.uint8)
             while (request := self._take()) is not None:
                 due_s = self._began_s + request.at_s * self._settings.time_scale
                 while (wait_s := due_s - time.monotonic()) > 0:
@@ -188,15 +210,14 @@ class DaemonReplay:
 
     # ---- watching
 
-    def _watch(self, workers: list[threading.Thread]) -> None:
+    def _watch(self, workers: list[Future[None]]) -> None:
         """Look at the daemon now and then until the workers have ended."""
         span_s = self._requests[-1].at_s * self._settings.time_scale
         every_s = max(span_s / MAX_SAMPLES, LEAST_SAMPLE_S)
-        while any(worker.is_alive() for worker in workers):
+        running: set[Future[None]] = set(workers)
+        while running:
             self._sample()
-            until_s = time.monotonic() + every_s
-            for worker in workers:
-                worker.join(max(until_s - time.monotonic(), 0.0))
+            running = wait(running, every_s).not_done
         self._sample()
 
     def _sample(self) -> None:

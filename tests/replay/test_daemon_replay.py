@@ -6,6 +6,10 @@ Method: a short trace, speeded up, through a daemon with small tiers; the same t
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -78,3 +82,33 @@ def test_wrong_use(arguments: list[str], words: str, code: int) -> None:
 def test_a_block_that_is_no_page(daemon: DaemonProcess) -> None:
     result = CliRunner().invoke(cli, ["replay", str(default_trace()), "--address", daemon.address, "--block-size", "100"])
     assert result.exit_code == 2 and "multiple of 4096" in result.output
+
+
+def test_blocks_that_no_memory_holds(daemon: DaemonProcess) -> None:
+    arguments = ["--limit", "20", "--block-size", "64GiB"]
+    result = CliRunner().invoke(cli, ["replay", str(default_trace()), "--address", daemon.address, *arguments])
+    assert result.exit_code == 2 and "lower --block-size or --workers" in result.output
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_replay_that_is_ended_ends_and_takes_its_blocks_along(
+    daemon: DaemonProcess, tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    """All requests but the first are an hour away, and each has a worker that waits for it."""
+    trace = tmp_path / "t.jsonl"
+    rows = [{"timestamp": at, "input_length": 1024, "hash_ids": [1, 2]} for at in (0, *[3_600_000] * 4)]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [sys.executable, "-m", "kvtierd", "replay", str(trace), "--address", daemon.address, "--workers", "4"]
+    before = daemon.status().blocks
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        while daemon.status().blocks < before + 2:
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(number)
+        try:
+            _, said = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == code, said
+    assert not said.strip()
+    assert daemon.status().blocks == before
