@@ -14,7 +14,8 @@ from rich.console import Console
 from kvtierd.bench.measure import BenchError, Report
 from kvtierd.bench.runner import PARTS, plan, run
 from kvtierd.bench.show import show
-from kvtierd.cli import CliError, CliUnreachableError
+from kvtierd.cli import CliConfigError, CliError, CliUnreachableError
+from kvtierd.cli.output import check_writable
 from kvtierd.errors import DaemonUnavailableError, KvtierdError
 
 
@@ -61,6 +62,8 @@ def bench(*, as_json: bool, output: Path | None, check: bool, **options: Any) ->
         chosen = plan(**{**options, "address": options["address"] or _global_address()})
     except BenchError as e:
         raise click.UsageError(str(e)) from e
+    if output is not None:
+        _check(output)
     try:
         with errors.status("starting") as spinner:
             report = run(chosen, spinner.update)
@@ -74,15 +77,26 @@ def bench(*, as_json: bool, output: Path | None, check: bool, **options: Any) ->
         raise CliError("below the target: " + "; ".join(missed))
 
 
+def _check(output: Path) -> None:
+    """Before the minutes that it takes, not after them."""
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        check_writable(output)
+    except OSError as e:
+        raise CliConfigError(f"cannot write {output}: {e.strerror}; name another file") from e
+
+
 def _write(report: Report, *, as_json: bool, output: Path | None) -> None:
     text = json.dumps(report.values, indent=2)
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(text + "\n")
     if as_json:
         click.echo(text)
     else:
         show(report, Console())
+    try:
+        if output is not None:
+            output.write_text(text + "\n")
+    except OSError as e:
+        raise CliError(f"cannot write {output}: {e.strerror}") from e
 
 
 def _global_address() -> str:

@@ -15,6 +15,7 @@ import click
 from rich.console import Console
 
 from kvtierd.cli import CliConfigError, CliError
+from kvtierd.cli.options import NumberRange
 from kvtierd.config import parse_size
 from kvtierd.demo.content import BLOCK_BYTES
 from kvtierd.demo.daemon import demo_folder, filesystem_of
@@ -44,15 +45,15 @@ def _size(_ctx: click.Context, _param: click.Parameter, value: str) -> int:
 @click.option(
     "--limit", type=click.IntRange(1), help=f"Only so many requests; all of a --trace, {EXCERPT_REQUESTS} of the excerpt without."
 )
-@click.option("--seconds", type=click.FloatRange(1, 86_400), default=40.0, show_default=True, help="Time to replay the trace in.")
+@click.option("--seconds", type=NumberRange(1, 86_400), default=40.0, show_default=True, help="Time to replay the trace in.")
 @click.option(
     "--time-limit",
-    type=click.FloatRange(1, 86_400),
+    type=NumberRange(1, 86_400),
     help=f"Seconds after which a late replay is cut short; --seconds + {LATE_S:.0f} for the excerpt, none for a --trace without.",
 )
 @click.option("--cpu-capacity", callback=_size, default="256MiB", show_default=True, help="CPU tier.")
 @click.option("--nvme-capacity", callback=_size, default="1GiB", show_default=True, help="NVMe tier.")
-@click.option("--cpu-ttl", type=click.FloatRange(0.1), default=5.0, show_default=True, help="Idle seconds in CPU memory.")
+@click.option("--cpu-ttl", type=NumberRange(0.1), default=5.0, show_default=True, help="Idle seconds in CPU memory.")
 @click.option("--clients", type=click.IntRange(1, 64), default=2, show_default=True, help="Client processes.")
 @click.option("--seed", type=int, default=1, show_default=True, help="Makes keys and contents.")
 @click.option(

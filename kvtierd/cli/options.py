@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,18 @@ from kvtierd.config import Config, load_config, parse_duration
 from kvtierd.errors import ConfigError
 from kvtierd.model import KEY_BYTES, Tier
 
-__all__ = ["TIER", "Settings", "admin_options", "config_option", "duration", "every_option", "hex_start", "json_option", "key"]
+__all__ = [
+    "TIER",
+    "NumberRange",
+    "Settings",
+    "admin_options",
+    "config_option",
+    "duration",
+    "every_option",
+    "hex_start",
+    "json_option",
+    "key",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -87,6 +99,17 @@ def key(text: str) -> bytes:
 def hex_start(text: str) -> bytes:
     """A key or a fingerprint in hex, or at least 4 bytes of its start; also as a table shortens it, with an ellipsis."""
     return _hex(text.rstrip("….") or text, 4, KEY_BYTES, "a key or fingerprint, or the start of one")
+
+
+class NumberRange(click.FloatRange):
+    """Numbers within bounds. Comparisons let "nan" through any bounds, and a simulation that is given it ends, with figures."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """As its base, and finite."""
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a number that can be used; write for example 0.5", param, ctx)
+        return number
 
 
 TIER = click.Choice([tier.name.lower() for tier in Tier], case_sensitive=False)

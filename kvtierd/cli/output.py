@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -17,6 +18,7 @@ from kvtierd.v1 import kvtier_pb2
 __all__ = [
     "PIPE_WIDTH",
     "WIDE",
+    "check_writable",
     "clean",
     "console",
     "counted",
@@ -99,6 +101,17 @@ def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[objec
 
 def _cell(text: str, fold: bool) -> Text:
     return Text(clean(text)) if fold else Text(clean(text), no_wrap=True, overflow="ellipsis")
+
+
+def check_writable(path: Path) -> None:
+    """Raise OSError where a file could not be written, before the work whose result it is to hold. Leaves no new file behind."""
+    known = path.exists()
+    if known and not path.is_file():
+        return  # a pipe or a device: to open one is to use it
+    with path.open("a"):
+        pass
+    if not known:
+        path.unlink()
 
 
 def print_json(value: Any, *, one_line: bool = False) -> None:

@@ -15,7 +15,8 @@ import click
 from rich.console import Console
 
 from kvtierd.cli import CliConfigError, CliError
-from kvtierd.cli.options import Settings, duration
+from kvtierd.cli.options import NumberRange, Settings, duration
+from kvtierd.cli.output import check_writable
 from kvtierd.config import parse_size, parse_ttl
 from kvtierd.model import Tier
 from kvtierd.replay.capacity import SPELLINGS, CapacityError, parse_capacity
@@ -99,12 +100,12 @@ def _policy_options(function: F) -> F:
             click.option("--nvme-ttl", callback=_read(_ttl), metavar="DURATION", help="Idle time on NVMe; never when left out."),
             click.option(
                 "--free-target",
-                type=click.FloatRange(0, 0.9),
+                type=NumberRange(0, 0.9),
                 help="Share of memory kept free or clean; left out 0.15 with --nvme-gb-per-s, else none, as moves take no time.",
             ),
             click.option(
                 "--nvme-gb-per-s",
-                type=click.FloatRange(0),
+                type=NumberRange(0),
                 default=0.0,
                 help="Bandwidth of NVMe, each way; 0 for moves without time.",
             ),
@@ -121,7 +122,7 @@ def _policy_options(function: F) -> F:
 @click.option("--capacity", metavar="SPEC", help=f"Size of the tiers: {SPELLINGS}.")
 @click.option(
     "--time-scale",
-    type=click.FloatRange(0, 100_000, min_open=True),
+    type=NumberRange(0, 100_000, min_open=True),
     default=1.0,
     show_default=True,
     help="Factor on the time between requests: 20 is traffic that is 20 times slower.",
@@ -153,8 +154,7 @@ def replay(ctx: click.Context, /, *, trace: Path, as_json: bool, output: Path | 
     address = given["address"] or _global_address(ctx)
     through_daemon = bool(address) and not given["simulate"]
     _check_options(ctx, DAEMON_ONLY if not through_daemon else SIMULATED_ONLY, through_daemon)
-    if plot_path is not None:
-        _check_plot(plot_path)
+    _check_files(output, plot_path)
     try:
         requests = read_trace(trace, given["limit"], partial=True)
     except TraceError as e:
@@ -257,17 +257,26 @@ def _global_address(ctx: click.Context) -> str:
     return str(parent.params["address"])
 
 
-def _check_plot(path: Path) -> None:
-    if path.suffix.lower() not in (".png", ".html"):
-        raise CliConfigError(f"{path.name}: a plot is a .png or a .html file")
-    if not path.parent.is_dir():
-        raise CliConfigError(f"cannot write the plot {path}: there is no folder {path.parent}")
-    if importlib.util.find_spec("matplotlib") is None:
+def _check_files(output: Path | None, plot_path: Path | None) -> None:
+    """Before a long replay, not after it."""
+    if plot_path is not None and plot_path.suffix.lower() not in (".png", ".html"):
+        raise CliConfigError(f"{plot_path.name}: a plot is a .png or a .html file")
+    if plot_path is not None and importlib.util.find_spec("matplotlib") is None:
         raise CliConfigError("a plot needs matplotlib, which the extra `plot` brings")
+    for path in (output, plot_path):
+        try:
+            if path is not None:
+                check_writable(path)
+        except OSError as e:
+            raise CliConfigError(f"cannot write {path}: {e.strerror}; name another file in a folder that is there") from e
 
 
 def _write(figures: dict[str, Any], *, as_json: bool, output: Path | None, plot_path: Path | None) -> None:
     text = json.dumps(figures, indent=2)
+    if as_json:
+        click.echo(text)
+    else:
+        Console().print(result_table(figures))
     try:
         if output is not None:
             output.write_text(text + "\n")
@@ -275,7 +284,3 @@ def _write(figures: dict[str, Any], *, as_json: bool, output: Path | None, plot_
             plot(figures, plot_path)
     except OSError as e:
         raise CliError(f"cannot write {e.filename or plot_path or output}: {e.strerror or e}") from e
-    if as_json:
-        click.echo(text)
-    else:
-        Console().print(result_table(figures))

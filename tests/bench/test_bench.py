@@ -81,3 +81,19 @@ def test_tables_name_what_missed_its_target(disk: Path) -> None:
     assert result.exit_code == 0
     assert "Speed against the machine's own" in result.stdout
     assert "≥ 0.8" in result.stdout
+
+
+def test_a_result_that_cannot_be_written_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtierd.cli.bench.run", lambda *_: pytest.fail("measured"))
+    file = tmp_path / "file"
+    file.touch()
+    result = CliRunner().invoke(bench, ["--output", str(file / "bench.json")])
+    assert result.exit_code == 2 and "name another file" in result.output
+
+
+def test_figures_are_shown_where_their_file_cannot_be_written(disk: Path) -> None:
+    result = CliRunner().invoke(bench, [*TINY, "--folder", str(disk), "--only", "save", "--output", "/dev/full"])
+    assert result.exit_code == 1
+    assert "Speed against the machine's own" in result.stdout and "cannot write /dev/full: No space left" in result.output

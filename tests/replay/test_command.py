@@ -101,7 +101,11 @@ def test_table_and_plots(tmp_path: Path) -> None:
         ([TRACE, "--capacity", "9,90", "--cpu-ttl", "1h", "--second-use-window", "1h", "--write-budget", "1GiB"], None),
         ([TRACE, "--capacity", "5%", "--write-budget", "lots"], "not a size"),
         ([TRACE, "--capacity", "5%", "--plot", "x.gif"], ".png or a .html"),
-        ([TRACE, "--capacity", "5%", "--plot", "/nowhere/x.png"], "there is no folder"),
+        ([TRACE, "--capacity", "5%", "--plot", "/nowhere/x.png"], "name another file in a folder that is there"),
+        ([TRACE, "--capacity", "5%", "--output", "/nowhere/x.json"], "name another file in a folder that is there"),
+        ([TRACE, "--capacity", "5%", "--time-scale", "nan"], "'nan' is not a number"),
+        ([TRACE, "--capacity", "5,5", "--free-target", "nan"], "'nan' is not a number"),
+        ([TRACE, "--capacity", "5,5", "--nvme-gb-per-s", "inf"], "'inf' is not a number"),
         (["/nowhere/t.jsonl", "--capacity", "5%"], "cannot read the trace"),
     ],
 )
@@ -129,3 +133,17 @@ def test_the_command_alone_imports_neither_matplotlib_nor_the_core() -> None:
         "sys.exit(any(m.startswith(('matplotlib', 'kvtierd.core', 'kvtierd.replay', 'grpc')) for m in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_figures_are_shown_where_their_file_cannot_be_written() -> None:
+    result = replay(TRACE, "--capacity", "5%", "--limit", "9", "--output", "/dev/full")
+    assert result.exit_code == 1
+    assert "prefix hit ratio" in result.output and "cannot write /dev/full: No space left" in result.output
+
+
+def test_a_file_that_is_to_be_written_is_left_as_it_was_until_then(tmp_path: Path) -> None:
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old.write_text("old")
+    for path in (old, new):
+        assert replay("/nowhere", "--capacity", "5%", "--output", str(path)).exit_code == 2
+    assert old.read_text() == "old" and not new.exists()
