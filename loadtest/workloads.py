@@ -17,6 +17,7 @@ import heapq
 import json
 import math
 import random
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -142,6 +143,9 @@ KINDS: dict[str, tuple[Callable[..., tuple[str, Iterator[Turn]]], dict[str, floa
     "documents": (documents, {"system_tokens": 300, "context_tokens": 48_000, "user_tokens": 60, "output_tokens": 400, "turns": 3,
                               "think_s": 60.0, "contexts": 500}),
 }  # fmt: skip
+RANGES = {"system_tokens": (0, 10_000_000), "context_tokens": (1, 10_000_000), "user_tokens": (1, 10_000_000),
+          "output_tokens": (1, 10_000_000), "turns": (1, 100_000), "contexts": (1, 10_000_000)}  # fmt: skip
+"""What whole numbers among the options of kinds may be."""
 
 
 def requests(kind: str, options: argparse.Namespace) -> Iterator[tuple[float, str, Turn]]:
@@ -180,17 +184,35 @@ def trace(kind: str, options: argparse.Namespace) -> Iterator[dict[str, object]]
         }
 
 
+def number(kind: type[int] | type[float], least: float, most: float = 1e9) -> Callable[[str], float]:
+    """The type of an option: a whole number or any, within bounds."""
+
+    def read(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value <= most:  # false for nan too
+            what = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what} from {least:g} up to {most:g}")
+        return value
+
+    return read
+
+
 def parser_of(kind: str, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """The options of a kind, with its defaults."""
-    parser.add_argument("--conversations", type=int, default=2000)
-    parser.add_argument("--rate", type=float, default=2.0, help="conversations that begin in a second, on average")
-    parser.add_argument("--tokens-per-s", type=float, default=30.0, help="how fast an answer comes")
-    parser.add_argument("--tenants", type=int, default=20)
-    parser.add_argument("--system-prompts", type=int, default=20, help="distinct ones; fewer than tenants: some share")
-    parser.add_argument("--skew", type=float, default=0.9, help="Zipf exponent of what is retrieved")
+    count, positive = number(int, 1), number(float, 1e-6)
+    parser.add_argument("--conversations", type=count, default=2000)
+    parser.add_argument("--rate", type=positive, default=2.0, help="conversations that begin in a second, on average")
+    parser.add_argument("--tokens-per-s", type=positive, default=30.0, help="how fast an answer comes")
+    parser.add_argument("--tenants", type=count, default=20)
+    parser.add_argument("--system-prompts", type=count, default=20, help="distinct ones; fewer than tenants: some share")
+    parser.add_argument("--skew", type=number(float, 0, 20), default=0.9, help="Zipf exponent of what is retrieved")
     parser.add_argument("--seed", type=int, default=1)
     for name, value in KINDS[kind][1].items():
-        parser.add_argument("--" + name.replace("_", "-"), type=type(value), default=value)
+        reader = number(int, *RANGES.get(name, (1, 1e9))) if isinstance(value, int) else positive
+        parser.add_argument("--" + name.replace("_", "-"), type=reader, default=value)
     return parser
 
 
@@ -200,6 +222,8 @@ def main() -> None:
     for kind in KINDS:
         parser_of(kind, kinds.add_parser(kind, help=str(KINDS[kind][0].__doc__).splitlines()[0]))
     options = parser.parse_args()
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as any filter: it ends with who reads it
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     for row in trace(options.kind, options):
         sys.stdout.write(json.dumps(row) + "\n")
 

@@ -65,7 +65,7 @@ class DemoDaemon(DaemonProcess):
         """Start the process without waiting until it serves."""
         path = self.folder / "kvtierd.toml"
         path.write_text(tomli_w.dumps(self.config))
-        env = {k: v for k, v in os.environ.items() if not k.startswith("KVTIERD_")}
+        env = {k: v for k, v in os.environ.items() if not k.startswith("KVTIERD_")} | self.environment
         source = str(Path(kvtierd.__file__).parents[1])
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [source, env.get("PYTHONPATH")]))
         serve = ["-m", "kvtierd", "serve", "--config", str(path)]

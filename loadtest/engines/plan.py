@@ -153,8 +153,9 @@ def generated(kind: str, seconds: float, rest: list[str]) -> tuple[list[Request]
         rest: the generator's own options.
     """
     parser = parser_of(kind, argparse.ArgumentParser(prog=f"options of {kind}", add_help=False))
+    parser.set_defaults(conversations=None)
     options = parser.parse_args(rest)
-    if "--conversations" not in rest:
+    if options.conversations is None:
         options.conversations = max(round(options.rate * seconds), 1)
     requests = []
     for row in trace(kind, options):

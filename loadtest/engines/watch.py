@@ -14,8 +14,8 @@ from pathlib import Path
 import grpc
 
 from kvtierd.bench.measure import status_bytes
+from kvtierd.demo.daemon import DemoDaemon
 from kvtierd.model import Tier
-from kvtierd.testing.daemon import DaemonProcess
 from kvtierd.testing.faults.disk import DiskFault, FaultyDisk, compiler
 from loadtest.engines.plan import DISK_KINDS, Fault, FaultKind, PlanError, Settings
 
@@ -72,7 +72,7 @@ class Watched:
             if compiler() is None:
                 raise PlanError("faults of the disk need a C compiler: install gcc, or leave them out of --faults")
             self.disk = FaultyDisk(folder / "nvme", folder / "faults")
-        self.daemon = DaemonProcess(
+        self.daemon = DemoDaemon(
             folder,
             {"cpu": {"capacity": settings.cpu}, "nvme": {"capacity": settings.nvme}, "log": {"level": "warning"}},
         )
@@ -145,8 +145,7 @@ class Watched:
     @property
     def ended(self) -> int | None:
         """Exit status when the daemon has ended by itself."""
-        process = self.daemon.process
-        return None if process is None else process.poll()
+        return self.daemon.ended
 
     def close(self) -> None:
         """End everything."""
@@ -154,12 +153,13 @@ class Watched:
         if self._thread.is_alive():
             self._thread.join(5 * STATUS_TIMEOUT_S)
         self.daemon.kill()
+        self.daemon.remove_sockets()
         if self.disk is not None:
             self.disk_hits = {fault.name.lower(): hits for fault, hits in self.disk.hits().items() if hits}
             self.disk.close()
 
 
-def _start(daemon: DaemonProcess) -> None:
+def _start(daemon: DemoDaemon) -> None:
     daemon.launch()
 
 

@@ -7,14 +7,20 @@ side that was late.
 from __future__ import annotations
 
 import json
+import re
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
+
+from kvtierd.testing.daemon import DaemonProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 # Source distributions have no load tests.
@@ -22,6 +28,7 @@ contents = pytest.importorskip("loadtest.engines.contents")
 engine = pytest.importorskip("loadtest.engines.engine")
 figures = pytest.importorskip("loadtest.engines.figures")
 plan = pytest.importorskip("loadtest.engines.plan")
+main = pytest.importorskip("loadtest.engines.__main__")
 run = pytest.importorskip("loadtest.engines.run")
 watch = pytest.importorskip("loadtest.engines.watch")
 
@@ -74,6 +81,75 @@ def test_contents_tell_tenants_keys_and_shards_apart() -> None:
 def test_schedules_that_cannot_be(text: str, why: str) -> None:
     with pytest.raises(plan.PlanError, match=why):
         plan.parse_faults(text)
+
+
+@pytest.mark.parametrize(
+    "arguments, why",
+    [
+        ("--seconds nan", "not a number from"),
+        ("--engines 0", "not a whole number from 1"),
+        ("--late-limit nan", "not a number from"),
+        ("--cpu lots", "not a size"),
+        ("--nvme -1", "a size lies between"),
+        ("--trace x --workload agents", "not allowed with"),
+        ("--trace x --rate 2", "a trace has no options of a generator"),
+        ("--rate 0", "--rate: '0' is not a number from"),
+        ("--seconds 20 --faults 32:stop", "LOAD_FAULTS"),
+        ("--seconds 20 --faults 3:stop:9999", "does not fit into the run"),
+        ("--conversations=1 --output {file}", "results cannot be written to --output"),
+        ("--conversations=1 --output {file}/below", "results cannot be written to --output"),
+        ("--conversations=1 --output {out} --folder {file}", "--folder .* cannot be used"),
+        ("--conversations=1 --output {out} --folder {used}", "is not empty"),
+    ],
+)
+def test_runs_that_cannot_be_are_refused_before_they_begin(
+    arguments: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(main, "Run", lambda *_: pytest.fail("begun"))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    used, file = tmp_path / "used", tmp_path / "file"
+    used.mkdir()
+    (used / "k").touch()
+    file.touch()
+    with pytest.raises(SystemExit) as ended:
+        main.main(arguments.format(used=used, file=file, out=tmp_path / "out").split())
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert re.search(why, said), said
+
+
+def test_a_generator_makes_as_many_conversations_as_it_is_told() -> None:
+    for spelling in (["--conversations=3"], ["--conversations", "3"]):
+        requests, _ = plan.generated("rag-chat", 1e9, [*spelling, "--turns", "1"])
+        assert len(requests) == 3
+
+
+def answers(daemon: DaemonProcess) -> bool:
+    try:
+        return bool(daemon.status().version)
+    except grpc.RpcError:
+        return False
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_a_run_that_is_ended_leaves_no_daemon(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    folder = tmp_path / "f"
+    command = [sys.executable, "-m", "loadtest.engines", "--seconds", "600", "--folder", str(folder), "--output", str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        daemon = DaemonProcess(folder)
+        assert process.stdout is not None
+        process.stdout.readline()  # the first line of progress: all is running
+        assert daemon.status().sessions
+        process.send_signal(number)
+        try:
+            said, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == code and "Traceback" not in said, said
+    until_s = time.monotonic() + 60
+    while (still := answers(daemon)) and time.monotonic() < until_s:  # the kernel kills it in its own time
+        time.sleep(0.1)
+    assert not still
 
 
 def test_schedules_and_shares() -> None:

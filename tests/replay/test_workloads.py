@@ -5,6 +5,7 @@ Method: the generator as a command; lengths, prefixes and times of what it write
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 from kvtierd.replay.trace import read_trace
 
 SCRIPT = Path(__file__).resolve().parents[2] / "loadtest" / "workloads.py"
+workloads = pytest.importorskip("loadtest.workloads")  # source distributions have no load tests
 pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="source distributions have no load tests")
 
 
@@ -65,3 +67,24 @@ def test_tenants_share_what_has_the_same_beginning() -> None:
     rows = made("documents", "--conversations", 300, "--tenants", 4, "--system-prompts", 1, "--contexts", 5)
     first = {row["tenant"]: row["hash_ids"][:90] for row in rows if row["hash_ids"][1] == rows[0]["hash_ids"][1]}
     assert len(first) == 4 and len({tuple(ids) for ids in first.values()}) == 1
+
+
+@pytest.mark.parametrize("kind", ["rag-chat", "agents", "documents"])
+@pytest.mark.parametrize(
+    "option", ["conversations", "rate", "tokens-per-s", "tenants", "system-prompts", "user-tokens", "turns", "think-s", "contexts"]
+)
+def test_options_that_cannot_be_are_named(kind: str, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = workloads.parser_of(kind, argparse.ArgumentParser())
+    for value in ("0", "-1", "nan", "inf", "x"):
+        with pytest.raises(SystemExit):
+            parser.parse_args([f"--{option}={value}"])
+        assert f"argument --{option}: {value!r} is not a" in capsys.readouterr().err
+
+
+def test_who_reads_only_the_beginning_sees_no_traceback() -> None:
+    command = [sys.executable, SCRIPT, "rag-chat", "--conversations", "100000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert json.loads(process.stdout.readline())["timestamp"] == 0
+        process.stdout.close()
+        assert process.stderr.read() == b""
