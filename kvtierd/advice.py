@@ -80,10 +80,11 @@ class Finding:
 
 def findings(figures: Figures) -> list[Finding]:
     """What figures say, the verdict first."""
-    if not figures.sessions and not figures.found + figures.added:
-        return [Finding("look", "no engine is attached and none has used the daemon", _ATTACH)]
-    if figures.found + figures.added < MIN_USES:
-        return [Finding("note", f"only {figures.found + figures.added:.0f} blocks were used so far: too few to tell", _WAIT)]
+    uses = figures.found + figures.added
+    if not figures.sessions and not uses:
+        return [Finding("look", "no engine is attached and none has used the daemon", _ATTACH), *_engine(figures)]
+    if uses < MIN_USES:
+        return [Finding("note", f"only {uses:.0f} blocks were used so far: too few to tell", _WAIT), *_engine(figures)]
     return [_verdict(figures), *_sizes(figures), *_beginnings(figures), *_refusals(figures), *_engine(figures)]
 
 
@@ -201,6 +202,8 @@ def _engine(f: Figures) -> list[Finding]:
     if e is None:
         return []
     made = []
+    if not e.prompts and not e.local_queries:
+        made.append(Finding("note", "the engine has had no request since its start", _WAIT))
     if e.prompts and f.block_tokens and e.prompt_tokens / e.prompts < 2 * f.block_tokens:
         made.append(
             Finding(

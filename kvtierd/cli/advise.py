@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import urllib.request
 from dataclasses import asdict
+from http.client import HTTPException
 from typing import Final
 
 import click
@@ -94,11 +95,14 @@ def _read(url: str) -> Scrape:
         raise ConfigError(f"{url!r} is not the address of an engine's metrics; write http://HOST:PORT/metrics")
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:  # noqa: S310 - the scheme was looked at
-            return parse(answer.read(MAX_METRICS_BYTES).decode(), time.monotonic())
+            seen = parse(answer.read(MAX_METRICS_BYTES).decode(), time.monotonic())
     except OSError as e:
         raise DaemonUnavailableError(f"the engine's metrics cannot be read from {url}: {getattr(e, 'reason', e)}") from e
-    except ValueError as e:
-        raise ConfigError(f"{url} does not answer with metrics: {e}") from e
+    except (ValueError, HTTPException) as e:
+        raise ConfigError(f"{url} does not answer with metrics: {str(e)!r:.200}; write http://HOST:PORT/metrics") from e
+    if not any(name.startswith("vllm:") for name in seen.samples):
+        raise ConfigError(f"{url} answers, but not with metrics of vLLM; name the /metrics of its API server")
+    return seen
 
 
 def _engine(seen: Scrape) -> Engine:

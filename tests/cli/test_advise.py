@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -74,7 +75,7 @@ def test_bands(found: float, words: str) -> None:
             ["has 20% of the prompt tokens; of the others 50% came from here"],
         ),
         ({"engine": Engine(local_queries=100.0)}, ["asked no external cache", "docs/vllm.md"]),
-        ({"engine": Engine(adapters=3)}, ["3 LoRA adapters"]),
+        ({"engine": Engine(adapters=3, prompts=9.0)}, ["3 LoRA adapters"]),
         ({"sessions": 0, "found": 0.0, "added": 0.0}, ["no engine is attached"]),
         ({"found": 10.0, "added": 10.0}, ["only 20 blocks", "too few"]),
     ],
@@ -193,6 +194,8 @@ def test_an_engines_metrics_are_read(engine: tuple[str, list[str]], kvtierd_daem
     [
         ("file:///etc/passwd", ConfigError, "write http://"),
         ("http://127.0.0.1:1/metrics", DaemonUnavailableError, "cannot be read"),
+        ("http://localhost:port/metrics", ConfigError, "nonnumeric port"),
+        ("http://local host/metrics", ConfigError, "write http://"),
     ],
 )
 def test_an_engine_that_cannot_be_asked_is_said(url: str, error: type[Exception], words: str) -> None:
@@ -204,3 +207,34 @@ def test_what_is_no_metrics_is_said(engine: tuple[str, list[str]]) -> None:
     engine[1][0] = "<html>"
     result = CliRunner().invoke(cli, ["advise", "--vllm", engine[0]])
     assert result.exit_code == 2 and "does not answer with metrics" in result.output
+
+
+@pytest.mark.parametrize("answer", ["no HTTP at all\r\n\r\n", "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nlength\r\n"])
+def test_what_is_no_http_is_said(answer: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(answer.encode())
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        result = CliRunner().invoke(cli, ["advise", "--vllm", f"http://127.0.0.1:{server.getsockname()[1]}/metrics"])
+        thread.join()
+    assert result.exit_code == 2 and "does not answer with metrics" in result.output
+
+
+@pytest.mark.parametrize("answer", ["", "kvtierd_blocks 1\n"])
+def test_metrics_of_something_else_are_said(engine: tuple[str, list[str]], answer: str) -> None:
+    engine[1][0] = answer
+    result = CliRunner().invoke(cli, ["advise", "--vllm", engine[0]])
+    assert result.exit_code == 2 and "not with metrics of vLLM" in result.output
+
+
+@pytest.mark.parametrize("uses", [Figures(0, 0), Figures(0, 0, sessions=1), GOOD])
+def test_what_the_engine_says_is_told_however_little_the_daemon_was_used(uses: Figures) -> None:
+    asked = Engine(prompts=4.0, prompt_tokens=4000.0, local_queries=4000.0)
+    assert "look: the engine has asked no external cache" in said(replace(uses, engine=asked))
+    assert "note: the engine has had no request" in said(replace(uses, engine=Engine()))
