@@ -50,9 +50,11 @@ def _read(path: Path) -> object:
     if path.is_dir():
         path /= "config.json"
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
+        with path.open("rb") as file:
+            text = file.read(MAX_FILE_BYTES + 1)
+        if len(text) > MAX_FILE_BYTES:
             raise ConfigError(f"{path} is larger than {format_bytes(MAX_FILE_BYTES)}; name the config.json of a model")
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(text.decode())
     except OSError as e:
         raise ConfigError(f"cannot read the model's configuration {path}: {e.strerror}") from e
     except (ValueError, RecursionError) as e:
@@ -125,6 +127,11 @@ def size(
     kvtierd size --model-config config.json --tokens-per-day 2e9 --drive 7.68TB --dwpd 1
     """
     layout = layout_of(model_shape(_read(path)), dtype=dtype, tp=tp, block_tokens=block_tokens)
+    if tokens < layout.chunk_tokens:
+        raise ConfigError(
+            f"--tokens {tokens}: of a context shorter than a block nothing is kept, and a block of this model has "
+            f"{layout.chunk_tokens} tokens; name a longer context, or a smaller --block-tokens"
+        )
     drive = nvme_bytes if drive_bytes is None else drive_bytes
     if tokens_per_day and not drive:
         raise ConfigError("--tokens-per-day tells the wear of drives, and there are none: name --drive, or an --nvme above 0")

@@ -100,6 +100,8 @@ def test_wear(kvtierd: Kvtierd, tmp_path: Path, tokens_per_day: str, drive: str,
         (("--model-config", "{folder}/good", "--nvme-gb-per-s", "0"), "write GB/s above 0"),
         (("--model-config", "{folder}/good", "--prefill-tokens-per-s", "nan"), "write tokens/s above 0"),
         (("--model-config", "{folder}/good", "--tokens-per-day", "1", "--nvme", "0"), "name --drive"),
+        (("--model-config", "{folder}/good", "--tokens", "31"), "a block of this model has 32 tokens; name a longer context"),
+        (("--model-config", "/dev/zero"), "is larger than 16.0 MiB"),
     ],
 )
 def test_bad_input_is_code_2_and_says_what_to_do(kvtierd: Kvtierd, tmp_path: Path, args: tuple[object, ...], part: str) -> None:
