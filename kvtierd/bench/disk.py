@@ -132,7 +132,7 @@ def _measure_size(folder: Path, plan: DiskPlan, mib: int) -> dict[str, list[floa
     size_bytes = max(plan.round_bytes // io_bytes, 1) * io_bytes
     tables: Tables = {
         # Everything of one round stays in memory until the drain: the free target is met at all times.
-        "cpu": {"capacity": size_bytes * 3 // 2, "free_target": 0.0, "ttl": "never"},
+        "cpu": {"capacity": max(size_bytes * 3 // 2, 4 * block_bytes), "free_target": 0.0, "ttl": "never"},
         "nvme": {"capacity": size_bytes * 3 // 2, "depth": plan.depth, "direct": "require", "reserve": 0},
     }
     namespace = Namespace(shard_bytes=(block_bytes,), model="kvtierd-bench", extra={"part": "nvme"})

@@ -97,3 +97,9 @@ def test_figures_are_shown_where_their_file_cannot_be_written(disk: Path) -> Non
     result = CliRunner().invoke(bench, [*TINY, "--folder", str(disk), "--only", "save", "--output", "/dev/full"])
     assert result.exit_code == 1
     assert "Speed against the machine's own" in result.stdout and "cannot write /dev/full: No space left" in result.output
+
+
+def test_the_smallest_round_of_nvme_is_measured(disk: Path) -> None:
+    found = run_bench("--folder", str(disk), "--only", "nvme", "--round-mib", "4", "--chunk-mib", "2")
+    assert_positive(found["nvme_write_gb_per_s"])
+    assert_positive(found["nvme_read_gb_per_s"])
