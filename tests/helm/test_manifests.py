@@ -61,6 +61,9 @@ def test_objects_are_valid_and_fit_the_configuration(path: Path, tmp_path: Path)
     [config_map] = [name for kind, name in manifests if kind == "ConfigMap"]
     assert mounts_of(container, pod)["/etc/kvtierd"]["configMap"]["name"] == config_map
     assert "nvidia.com/gpu" not in container["resources"]["limits"]
+    with helm_python.Chart.load(CHART) as chart:
+        probe = daemon_of(pod_of(render(chart, {})))["livenessProbe"]
+    assert {**container["livenessProbe"], "httpGet": None} == {**probe, "httpGet": None}, "as patient as the chart's"
     index = (config.cpu.capacity + config.nvme.capacity) // 2048
     assert memory_bytes(container["resources"]["limits"]["memory"]) >= config.cpu.capacity + index + (2 << 30)
 

@@ -67,6 +67,11 @@ def test_unit_file_gives_the_daemon_its_default_places(monkeypatch: pytest.Monke
     assert config.nvme.folders[0].parent == Path("/var/cache") / service["CacheDirectory"]
     assert float(service["TimeoutStopSec"].removesuffix("s")) > config.server.drain_timeout
     assert "Environment=KVTIERD_CONFIG=/etc/kvtierd/kvtierd.toml" in text
+    places = " ".join(f"{name}={environment[name]}" for name in ("XDG_RUNTIME_DIR", "XDG_CACHE_HOME"))
+    page = (ROOT / "docs" / "operating.md").read_text()
+    doctor = [line for line in page.splitlines() if "kvtierd doctor --config" in line]
+    assert doctor and all(line.startswith(f"{places} kvtierd doctor") for line in doctor), "the doctor looks where the unit does"
+    assert f"KVTIERD_ADDRESS=unix:{config.server.socket}" in page
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd-analyze here")
