@@ -117,7 +117,7 @@ class Reads:
         ticket = ReadTicket(
             next(state.ids), session, realm, prefetch, each, deadline_s, copies, entries, bytes(found_on), devices, keeps
         )
-        ticket.waiting, ticket.open, ticket.reason = len(waiting), len(blocks), reason
+        ticket.waiting, ticket.open, ticket.reason, ticket.began_s = len(waiting), len(blocks), reason, now
         if not blocks:
             ticket.closed = True
         else:

@@ -109,7 +109,7 @@ class Saves:
         ticket_id = 0
         if copies:
             ticket_id = next(state.ids)
-            session.tickets[ticket_id] = SaveTicket(ticket_id, session, realm, copies, len(copies), ttl_s, before + held)
+            session.tickets[ticket_id] = SaveTicket(ticket_id, session, realm, copies, len(copies), ttl_s, before + held, now)
         for outcome, count in Counter(outcomes).items():
             state.counts.saves[(realm.tenant.name, OUTCOME_NAMES[outcome])] += count
         return SaveGrant(ticket_id, outcomes, slots, held)

@@ -74,6 +74,8 @@ class SaveTicket:
     """Life of its blocks from their commit on; None when they do not expire."""
     held: list[Block] = field(default_factory=list)
     """The request's blocks that were there already, root first; some of them may still be filled by its own earlier saves."""
+    granted_s: float = 0.0
+    """When it was made."""
 
 
 @dataclass(slots=True, eq=False)
@@ -104,6 +106,8 @@ class ReadTicket:
     reason: Reason = Reason.UNSPECIFIED
     """Why the rest is missing."""
     closed: bool = False
+    began_s: float = 0.0
+    """When it was made."""
 
     def check_taken(self, index: int) -> None:
         """Raise RequestError UNKNOWN_TICKET unless key ``index`` was handed out and not released: only then is it pinned."""

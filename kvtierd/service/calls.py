@@ -13,7 +13,7 @@ from kvtierd import tracing
 from kvtierd.core.block import Block
 from kvtierd.core.realm import Realm
 from kvtierd.core.saves import HELD, OUTCOME_NAMES, WHOLE, Request
-from kvtierd.core.tickets import ReadTicket
+from kvtierd.core.tickets import ReadTicket, SaveTicket
 from kvtierd.errors import Reason, RequestError
 from kvtierd.model import MAX_KEYS_PER_CALL, MAX_TTL_S, Tier, count_keys, split_keys
 from kvtierd.model import in_device as is_in_device
@@ -153,18 +153,20 @@ class Calls:
     def commit(self, attached: Attached, request: pb.CommitRequest) -> pb.CommitResponse:
         """See ``KvTierService.Commit``."""
         self._note_tenant(attached, request.ticket)
+        ticket = attached.core.tickets.get(request.ticket)
         published = self._rt.commit(attached, request.ticket, request.indexes)
+        seconds = self._rt.now() - ticket.granted_s if isinstance(ticket, SaveTicket) else None
         in_device = [block for block in published if block.hbm is not None]
-        self.count_saved(in_device, "cudaipc")
-        self.count_saved([block for block in published if block.hbm is None] if in_device else published, "shm")
+        self.count_saved(in_device, "cudaipc", seconds)
+        self.count_saved([block for block in published if block.hbm is None] if in_device else published, "shm", seconds)
         tracing.current().set(blocks=len(published))
         return pb.CommitResponse(boot_epoch=self._epoch, committed=len(published))
 
-    def count_saved(self, published: list[Block], path: str) -> None:
-        """Count committed blocks in the metrics."""
+    def count_saved(self, published: list[Block], path: str, seconds: float | None) -> None:
+        """Count committed blocks in the metrics; ``seconds`` since their slots were granted."""
         if published:
-            realm = published[0].realm
-            self._metrics.saved(realm.tenant.name, len(published), len(published) * realm.namespace.block_bytes, path)
+            realm, count = published[0].realm, len(published)
+            self._metrics.saved(realm.tenant.name, count, count * realm.namespace.block_bytes, path, seconds)
 
     def abort(self, attached: Attached, request: pb.AbortRequest) -> pb.AbortResponse:
         """See ``KvTierService.Abort``."""
@@ -203,8 +205,8 @@ class Calls:
         if step.indexes:
             self._rt.release_if_open(attached, step.ticket, step.indexes)
 
-    def load_step(self, ticket: ReadTicket) -> pb.LoadResponse | None:
-        """What became readable since the last step; None when nothing did."""
+    def load_step(self, ticket: ReadTicket, path: str = "shm") -> pb.LoadResponse | None:
+        """What became readable since the last step; None when nothing did. What is not in a GPU's memory goes the ``path``."""
         indexes, slots, done = self._rt.collect(ticket)
         if not indexes and not done:
             return None
@@ -212,9 +214,10 @@ class Calls:
             self._spans.end(ticket)
         tenant = ticket.realm.tenant.name
         in_device = sum(map(is_in_device, slots)) // len(ticket.realm.slot_bytes) if ticket.devices else 0
-        for count, path in ((in_device, "cudaipc"), (len(indexes) - in_device, "shm")):
+        seconds = self._rt.now() - ticket.began_s if done else None
+        for count, way in ((in_device, "cudaipc"), (len(indexes) - in_device, path)):
             if count:
-                self._metrics.loaded(tenant, count, count * ticket.realm.namespace.block_bytes, path)
+                self._metrics.loaded(tenant, count, count * ticket.realm.namespace.block_bytes, way, seconds)
         return pb.LoadResponse(
             boot_epoch=self._epoch,
             ticket=0 if not ticket.entries else ticket.ticket_id,
@@ -225,12 +228,12 @@ class Calls:
             reason=int(ticket.reason) if done else 0,  # type: ignore[arg-type]
         )
 
-    async def load_steps(self, ticket: ReadTicket) -> AsyncGenerator[pb.LoadResponse, None]:
+    async def load_steps(self, ticket: ReadTicket, path: str = "shm") -> AsyncGenerator[pb.LoadResponse, None]:
         """Steps until the load is done. When the caller stops early, the rest is unpinned."""
         finished = False
         try:
             while not finished:
-                step = self.load_step(ticket)
+                step = self.load_step(ticket, path)
                 if step is None:
                     await self._rt.wait_progress(ticket)
                     continue

@@ -185,6 +185,7 @@ class KvTierServicer(kvtier_pb2_grpc.KvTierServiceServicer):
 
         async def work() -> pb.SaveBytesResponse:
             saver: BytesSaver | None = None
+            began_s = self._rt.now()
             try:
                 async for part in request_iterator:
                     if saver is None:
@@ -200,7 +201,7 @@ class KvTierServicer(kvtier_pb2_grpc.KvTierServiceServicer):
                     saver.give_up()
                 raise
             if saver is not None:
-                self._calls.count_saved(saver.published, "grpc")
+                self._calls.count_saved(saver.published, "grpc", self._rt.now() - began_s)
                 note_save(realm.tenant.name, outcomes)
             return pb.SaveBytesResponse(boot_epoch=self._rt.boot_epoch, outcomes=outcomes)  # type: ignore[arg-type]
 
@@ -215,7 +216,7 @@ class KvTierServicer(kvtier_pb2_grpc.KvTierServiceServicer):
             shards = ticket.realm.namespace.shard_bytes
             reason = 0
             try:
-                async for step in self._calls.load_steps(ticket):
+                async for step in self._calls.load_steps(ticket, "grpc"):
                     for position, index in enumerate(step.indexes):
                         for shard, size in enumerate(shards):
                             slot = step.slots[position * len(shards) + shard]

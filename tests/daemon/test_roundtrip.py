@@ -6,14 +6,16 @@ Method: a real daemon and real clients over real sockets, memory and files; rand
 import os
 from collections.abc import Callable
 
+import grpc
 import numpy as np
 import pytest
 
+from kvtierd.cli.rates import parse
 from kvtierd.client import Client
 from kvtierd.model import Tier
 from kvtierd.testing.daemon import DaemonProcess
 from kvtierd.v1 import admin_pb2 as pb
-from kvtierd.v1 import kvtier_pb2
+from kvtierd.v1 import kvtier_pb2, kvtier_pb2_grpc
 from tests.daemon.conftest import MIB
 
 MakeDaemon = Callable[..., DaemonProcess]
@@ -138,3 +140,24 @@ def test_tenants_do_not_see_each_other(make_daemon: MakeDaemon, make_client: Mak
     # On one unix socket any client may act for any tenant.
     assert bob.evict(keys[:1], tenant="alice") > 0
     assert bob.lookup(keys, each=True, tenant="alice").held == alice.lookup(keys, each=True).held == 1
+
+
+def test_the_times_of_saves_and_loads_are_counted_by_path(make_daemon: MakeDaemon, make_client: MakeClient) -> None:
+    """Goal: what dashboard, rules and `kvtierd top` show of saves and loads is there, whichever way bytes went."""
+    daemon = make_daemon()
+    client = make_client(daemon, 4096)
+    keys, data = blocks(3, 4096)
+    assert client.save(keys[:2], data[:2]).saved == 2
+    assert client.load(keys[:2], [np.zeros(4096, np.uint8) for _ in range(2)]).loaded == 2
+    with grpc.insecure_channel(daemon.address) as channel:
+        stub, token = kvtier_pb2_grpc.KvTierServiceStub(channel), client.session_token
+        stub.SaveBytes(iter([kvtier_pb2.SaveBytesRequest(session=token, key=keys[2], data=bytes(data[2]))]), timeout=30)
+        answers = list(stub.LoadBytes(kvtier_pb2.LoadBytesRequest(session=token, keys=keys[2], deadline_ms=9000), timeout=30))
+    assert b"".join(answer.data for answer in answers) == bytes(data[2])
+    with daemon.admin() as admin:
+        seen = parse(admin.GetMetrics(pb.GetMetricsRequest(), timeout=30).text, 0.0)
+    for call, words in (("save", "saved"), ("load", "loaded")):
+        for path, count in (("shm", 2), ("grpc", 1)):
+            assert seen.sum(f"kvtierd_{words}_blocks_total", path=path) == count
+            assert seen.value(f"kvtierd_{call}_seconds_count", path=path) == 1
+            assert 0 < seen.value(f"kvtierd_{call}_seconds_sum", path=path) < 60
