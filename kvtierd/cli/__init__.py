@@ -8,7 +8,9 @@ completion are quick.
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib
+import os
 import sys
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -24,6 +26,8 @@ EXIT_FAILED: Final = 1
 EXIT_USAGE: Final = 2
 EXIT_UNREACHABLE: Final = 3
 EXIT_INTERRUPTED: Final = 130
+FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""No room for what a command writes, on standard output more often than not: a state of the machine, and no bug."""
 
 _COMMANDS: Final = {
     "serve": ("kvtierd.cli.local:serve", "Run the daemon."),
@@ -149,6 +153,14 @@ def cli(ctx: click.Context, address: str | None, config_path: Path | None, token
     ctx.obj = Settings(address=address, config_path=config_path, token_file=token_file)
 
 
+def _give_output_up() -> None:
+    """Drop what waits to be written, where it cannot be: the end of the process would fail by it once more."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def main(args: list[str] | None = None) -> NoReturn:
     """Entry point of the ``kvtierd`` command. Never returns: exits with the code of the outcome."""
     try:
@@ -158,4 +170,12 @@ def main(args: list[str] | None = None) -> NoReturn:
         sys.exit(e.exit_code)
     except (click.Abort, KeyboardInterrupt):
         sys.exit(EXIT_INTERRUPTED)
+    except OSError as e:
+        if e.errno not in FULL:
+            raise
+        _give_output_up()
+        click.echo(
+            f"Error: cannot write {e.filename or 'all of the output'}: {e.strerror}; free some, or write elsewhere", err=True
+        )
+        sys.exit(EXIT_FAILED)
     sys.exit(result if isinstance(result, int) else 0)

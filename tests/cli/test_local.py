@@ -20,6 +20,7 @@ from click.testing import Result
 
 import kvtierd.cli as cli_module
 from kvtierd.config import Config, field_paths, load_config
+from kvtierd.demo.trace import default_trace
 from kvtierd.service.config_text import config_toml, reference_toml
 
 Kvtierd = Callable[..., Result]
@@ -233,3 +234,15 @@ def test_limits_of_tenants_are_part_of_every_check(
     assert result.exit_code == 2
     assert "cpu_quota (10%) is less than cpu_reserve (20%); raise the quota or lower the reserve" in result.output
     assert served == []
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    "words", [["config"], ["completion", "bash"], ["--help"], ["replay", str(default_trace()), "--capacity", "5%"]]
+)
+def test_a_full_disk_under_the_output_is_one_line(words: list[str], unbuffered: str) -> None:
+    command, env = [sys.executable, "-m", "kvtierd", *words], os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=env, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "Error: cannot write all of the output: No space left on device; free some, or write elsewhere\n"
