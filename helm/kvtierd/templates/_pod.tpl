@@ -9,7 +9,7 @@
 {{- $kind = "hostPath" }}
 {{- end }}
 {{- $capacity := include "kvtierd.mib" .Values.nvme.capacity | int64 }}
-{{- /* Journals and snapshots of the index come on top of the capacity. */}}
+{{- /* Some room beside the capacity: a pod that went over the size limit would be evicted. */}}
 {{- $size := printf "%dMi" (add $capacity (div $capacity 64) (include "kvtierd.mib" .Values.nvme.reserve | int64) 1024) }}
 {{- if eq $kind "hostPath" }}
 {{- range $i, $path := .Values.nvme.hostPaths }}
