@@ -51,6 +51,24 @@ def test_a_miss_is_known_at_once_and_counted() -> None:
     assert not parts.calls.tasks
 
 
+def test_what_several_groups_miss_is_counted() -> None:
+    """Of groups that need all chunks, whether nothing is held or a part of it; one load of a single group counts by itself."""
+    parts, loads, one, prober = probed(windows=(0, 40, 0))
+    keys = parts.ctx.keys
+    assert loads.matched(parts.ctx, one, 0) == (0, False)
+    assert prober.asked[1:] == [(keys.keys(one.request, group, 0, 1)[0], 5, "") for group in (0, 2)]
+    parts, loads, one, prober = probed(held=2, windows=(0, 40, 0))
+    keys = parts.ctx.keys
+    parts.client.held.update(key for group in (1, 2) for key in keys.keys(one.request, group, 0, 2))
+    assert ask(parts, loads, one) == (2 * CHUNK, True)
+    assert prober.asked[1:] == [(keys.keys(one.request, group, 2, 3)[0], 3, "") for group in (0, 2)]
+    assert loads.matched(parts.ctx, one, 0) == (2 * CHUNK, True)
+    assert len(prober.asked) == 3, "once"
+    parts, loads, one, prober = probed(held=2)
+    assert ask(parts, loads, one) == (2 * CHUNK, True)
+    assert len(prober.asked) == 1
+
+
 def test_what_may_be_held_is_looked_up() -> None:
     parts, loads, one, _ = probed(held=2)
     assert ask(parts, loads, one) == (2 * CHUNK, True)

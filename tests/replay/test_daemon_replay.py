@@ -60,6 +60,8 @@ def test_several_tenants_and_workers(daemon: DaemonProcess, tmp_path: Path) -> N
     found = json.loads(result.stdout)
     assert set(found["tenants"]) == {"t0", "t1"} and found["tenants"]["t0"]["requests"] == 16
     assert 0 < found["hit_blocks"] <= 64 and found["wrong_bytes"] == 0
+    asked = [t.hits + t.misses for t in daemon.status().tenants if t.tenant in found["tenants"]]
+    assert asked == [32, 32], "the daemon's own hit rate is of all blocks that requests had"
     again = json.loads(CliRunner().invoke(cli, [*arguments, "--seed", "7"]).stdout)
     assert again["prefix_hit_ratio"] == 1.0, "the same seed finds what was kept"
 

@@ -149,8 +149,7 @@ class Loads:
         if not held:
             if held is None:
                 return None
-            assert state.probe is not None
-            state.probe.missed(count - first)
+            probes.count_missed(ctx, request, state.tenant, first, count - first)
             state.forget_probe()
             return _without(ctx, state, "loads|miss", first, now)
         state.wait_until_s = state.wait_until_s or now + _patience_s(ctx, int(request.num_tokens))
@@ -214,6 +213,9 @@ class Loads:
         tokens = hit * plan.chunk_tokens - local_tokens
         if fresh:
             ctx.gate.read(*lookup.read)
+            missing = lookup.first_chunk + lookup.count - hit
+            if plan.selective and missing and lookup.intact and not late:  # others have asked for all of it in one load
+                probes.count_missed(ctx, state.request, state.tenant, hit, missing)
         outcome = ""
         if tokens <= 0 or not lookup.intact:
             outcome = "loads|timeout" if late and fresh else "loads|miss"

@@ -46,12 +46,6 @@ class Probe:
                 self.held = True
         return self.held
 
-    def missed(self, count: int) -> None:
-        """Have the daemon count a load of so many blocks, which is not made since it would find none."""
-        number = self._prober.ask(self.key, count, self.tenant)
-        if number is not None:
-            self._prober.forget(number)
-
     def forget(self) -> None:
         """Nobody wants the answer any more."""
         if self.held is None:
@@ -67,3 +61,17 @@ def ask(ctx: Context, request: Any, tenant: str, first: int) -> Probe | None:
     key = ctx.keys.keys(request, group.index, first, first + 1)[0]
     number = prober.ask(key, 0, tenant)
     return None if number is None else Probe(first, key, tenant, prober, number)
+
+
+def count_missed(ctx: Context, request: Any, tenant: str, first: int, count: int) -> None:
+    """Have the daemon count ``count`` chunks from ``first`` on as missed, which no load asks for since they are known to be missing.
+
+    Of several groups, those that need all chunks count. What is there after all is not counted.
+    """
+    groups = ctx.plan.groups
+    for group in [g for g in groups if not g.window] or groups[:1]:
+        prober = ctx.pools.prober(group.pool, ctx.calls)
+        if prober is not None:
+            number = prober.ask(ctx.keys.keys(request, group.index, first, first + 1)[0], count, tenant)
+            if number is not None:
+                prober.forget(number)
