@@ -106,9 +106,9 @@ test-prometheus: $(DEV) ## check metrics, rules and dashboard with Debian's prom
 	@bash tests/observability/install.sh .prometheus
 	$(PYTEST) tests/observability $(TEST_ARGS)
 
-# An engine takes more than one core and a few GiB of memory. Tests that share engines stay together.
+# An engine takes more than one core and a few GiB of memory. Tests of one file share engines.
 test-vllm test-vllm-oldest: JOBS = 2
-test-vllm test-vllm-oldest: DISTRIBUTION = loadgroup
+test-vllm test-vllm-oldest: DISTRIBUTION = loadfile
 
 test-vllm: ## run the connector inside real vLLM engines on CPU, in an environment of their own
 	@bash tests/vllm/install.sh $(VLLM_VENV) $(VLLM_VERSION) $(PYTHON)

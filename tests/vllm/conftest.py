@@ -25,19 +25,13 @@ NOT_PLAIN = ("kv_transfer_config", "pipeline_parallel_size", "tensor_parallel_si
 """Arguments of ``vllm.LLM`` that a plain engine is made without."""
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is in this folder where vLLM is missing; let fixtures take their time where it is not.
-
-    Tests that look at the same engines run one after the other in one process, else each process would run them all.
-    """
+    """Skip what is in this folder where vLLM is missing; let fixtures take their time where it is not."""
     missing = importlib.util.find_spec("vllm") is None
     for item in items:
         if HERE not in item.path.parents:
             continue
         item.add_marker(pytest.mark.timeout(900))
-        if "module_engines" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
         if missing:
             item.add_marker(pytest.mark.skip(reason="vLLM is not installed here: run make test-vllm"))
 

@@ -15,7 +15,7 @@ from kvtierd.testing.vllm.server import ApiServer
 from tests.vllm.cases import CASES
 from tests.vllm.conftest import Daemons, Engines
 from tests.vllm.runner import llm_arguments, prompts, transfer_config, vllm_version
-from tests.vllm.steps import FORGET, MAX_TOKENS, Baseline, blocks_of, engine, faulty, generate, settle, wait_until
+from tests.vllm.steps import FORGET, MAX_TOKENS, Baseline, attach, blocks_of, engine, faulty, generate, settle, wait_until
 
 A, B = prompts(seed=301), prompts(seed=303)
 BLOCK_BYTES = 32 * 1024
@@ -40,8 +40,16 @@ def test_pipeline_stages(models: Path, daemons: Daemons, engines: Engines, basel
     wrong = llm_arguments(models / "llama", faulty(daemon, {"load": "first"}), **ranks(pipeline=2))
     report = engines.run(
         [
-            engine("save", right, generate("A", A, one_by_one=False), settle(daemon, blocks=10)),
-            engine("load", wrong, generate("failed", A[:1]), FORGET, generate("A", A), generate("at once", A, one_by_one=False)),
+            engine("save", right, attach(daemon), generate("A", A, one_by_one=False), settle(daemon, blocks=10)),
+            engine(
+                "load",
+                wrong,
+                attach(daemon),
+                generate("failed", A[:1]),
+                FORGET,
+                generate("A", A),
+                generate("at once", A, one_by_one=False),
+            ),
         ],
         multiprocess=True,
     )
