@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""How much of the prompts of RAG chat is computed again, with the engine's own cache alone and with kvtierd's tiers below it.
+"""How much of the prompts is computed again, with the engine's own cache alone and with kvtierd's tiers below it.
 
-    .venv/bin/python loadtest/recompute.py [--conversations 4000]
+    .venv/bin/python loadtest/recompute.py [rag-chat|agents|documents] [--conversations N]
 
 Drives the daemon's own core in virtual time (the simulation of `kvtierd replay`) over a trace of loadtest/workloads.py, and writes
-results/recompute.json and recompute.md. The engine's cache is as large as makes it recompute 38 % of the prompt tokens alone, which
-is what was published for vLLM's prefix cache on such traffic; the tiers are multiples of that. Takes about ten minutes of one core.
+results/recompute.json and recompute.md. The engine's cache is as large as makes it recompute 38 % of the prompt tokens of RAG chat
+alone, which is what was published for vLLM's prefix cache on such traffic; the tiers are multiples of that. The other workloads get
+caches of the same sizes, so RAG chat is run first. Takes about ten minutes of one core each.
 """
 
 from __future__ import annotations
@@ -30,7 +31,21 @@ ENGINE_ALONE = 0.38
 """Published for vLLM's prefix cache: 38 % recomputed; 17 % with SGLang, 11 % with LMCache on CPU and NVMe, 6 % cluster-wide."""
 CPU, NVME = 3, 12
 """Sizes of the tiers, in engine caches: a server with 8 GPUs that have 300 GB for KV, 900 GB of memory and 3.6 TB of NVMe."""
-TRAFFIC = {"tenants": 8, "system_prompts": 2, "contexts": 300, "output_tokens": 150}
+TRAFFIC: dict[str, dict[str, float]] = {
+    "rag-chat": {"conversations": 4000, "tenants": 8, "system_prompts": 2, "contexts": 300, "output_tokens": 150},
+    "agents": {"conversations": 1000, "tenants": 8, "system_prompts": 2, "rate": 0.4},
+    "documents": {"conversations": 3000, "tenants": 8, "system_prompts": 2, "contexts": 300, "rate": 0.5},
+}
+ABOUT = {
+    "rag-chat": "system prompts of {system_tokens:,} tokens, contexts of {context_tokens:,} ({contexts}, popular by Zipf's law "
+    "with exponent {skew}), user turns of {user_tokens}, {turns} turns, answers of {output_tokens} on average; think times of "
+    "{think_s:.0f} s",
+    "agents": "system prompts with tools of {system_tokens:,} tokens, tasks of {user_tokens}, {turns} steps of {output_tokens}, "
+    "whose tools answer {context_tokens:,} tokens after {think_s:.0f} s on average, some after many minutes (log-normal)",
+    "documents": "instructions of {system_tokens} tokens, documents of {context_tokens:,} ({contexts}, popular by Zipf's law "
+    "with exponent {skew}), {turns} questions of {user_tokens} about each, answers of {output_tokens} on average; think times of "
+    "{think_s:.0f} s",
+}
 BLOCK_BYTES = 64 << 20
 
 
@@ -64,32 +79,43 @@ def engine_blocks(requests: list[Request], tokens: int) -> int:
 
 def page(found: dict[str, Any]) -> str:
     """The results as Markdown."""
-
-    def parts(of: str) -> str:
-        return ", ".join(f"{n * found['engine_blocks'] / found[of]:.0%}" for n in (1, CPU, NVME))
-
     lines = [
         "# What is computed again",
         "",
-        f"Written by `python loadtest/recompute.py` on {found['date']}: the daemon's own core in virtual time, made-up RAG chat.",
+        f"Written by `python loadtest/recompute.py` on {found['date']}: the daemon's own core in virtual time, made-up traffic of",
+        "`loadtest/workloads.py`.",
         "",
-        f"- traffic: {found['requests']:,} requests of {found['conversations']:,} conversations; system prompts of 1,500 tokens, "
-        f"contexts of 8,000 ({TRAFFIC['contexts']}, popular by Zipf's law with exponent 0.9), user turns of 200, 6 turns, "
-        f"answers of {TRAFFIC['output_tokens']} on average; {TRAFFIC['tenants']} tenants, {TRAFFIC['system_prompts']} system "
-        "prompts; 2 new conversations a second, think times of 45 s",
-        f"- prompts of {found['tokens_per_request']:,} tokens on average, {found['distinct']:,} distinct blocks of 512 tokens when "
-        f"tenants share nothing, {found['distinct_shared']:,} when they share all",
-        f"- the engine's cache has {found['engine_blocks']:,} blocks, CPU memory {CPU} times and NVMe {NVME} times as many: "
-        f"{parts('distinct')} of the distinct blocks, and {parts('distinct_shared')} where tenants share. NVMe holds nearly all, "
-        "and what is left to recompute with it is what no cache avoids",
-        "- published for such traffic (72B FP8 model on 8 H200; its cache sizes are not): 38 % with vLLM's prefix cache alone, "
+        f"- the engine's cache has {found['engine_blocks']:,} blocks of {BLOCK_TOKENS} tokens, CPU memory {CPU} times and NVMe "
+        f"{NVME} times as many",
+        "- published for RAG chat (72B FP8 model on 8 H200; its cache sizes are not): 38 % with vLLM's prefix cache alone, "
         "17 % with SGLang, 11 % with LMCache on CPU and NVMe, 6 % with a cache for the cluster. Only the 38 % is reproduced here, "
         "by the size of the engine's cache; the others are quoted, not measured",
+        "- least possible: what a cache that forgets nothing leaves: what was never seen (new turns, answers that come back as a "
+        "part of the next prompt, contexts asked for the first time), and the end of each prompt that does not fill a block",
+    ]
+    for kind, one in found["workloads"].items():
+        lines += section(kind, one, found["engine_blocks"])
+    return "\n".join(lines) + "\n"
+
+
+def section(kind: str, one: dict[str, Any], engine: int) -> list[str]:
+    """One workload."""
+    options = one["options"]
+    parts = [", ".join(f"{n * engine / one[of]:.0%}" for n in (1, CPU, NVME)) for of in ("distinct", "distinct_shared")]
+    lines = [
+        "",
+        f"## {kind}",
+        "",
+        f"- {one['requests']:,} requests of {options['conversations']:,} conversations, {options['rate']:g} new ones a second; "
+        f"{options['tenants']} tenants, {options['system_prompts']} system prompts; {ABOUT[kind].format(**options)}",
+        f"- prompts of {one['tokens_per_request']:,} tokens on average, {one['distinct']:,} distinct blocks when tenants share "
+        f"nothing, {one['distinct_shared']:,} when they share all",
+        f"- engine, CPU memory and NVMe have room for {parts[0]} of the distinct blocks, and for {parts[1]} where tenants share",
         "",
         "| | recomputed | least possible | engine | CPU | NVMe | read from NVMe, GiB | written, GiB |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
-    for row in found["rows"]:
+    for row in one["rows"]:
         tiers = [f"{row['by_tier'][t]:.1%}" if t in row["by_tier"] else "" for t in ("hbm", "cpu", "nvme")]
         if len(row["by_tier"]) == 1:
             tiers = [tiers[1], "", ""]
@@ -97,40 +123,35 @@ def page(found: dict[str, Any]) -> str:
             f"| {row['name']} | {row['recomputed']:.1%} | {row['ideal']:.1%} | {' | '.join(tiers)} | {row['read_gib'] or ''} | "
             f"{row['written_gib'] or ''} |"
         )
-    lines += [
-        "",
-        "Where the rest goes: what was never seen (new turns, answers that come back as a part of the next prompt, contexts asked",
-        "for the first time), and the end of each prompt that does not fill a block of 512 tokens: the column \"least possible\".",
-    ]  # fmt: skip
-    return "\n".join(lines) + "\n"
+    return lines
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Share of prompt tokens that is recomputed, by tiers.")
-    parser.add_argument("--conversations", type=int, default=4000)
-    chosen = parser.parse_args()
-    options = parser_of("rag-chat", argparse.ArgumentParser()).parse_args([])
-    for name, value in {**TRAFFIC, "conversations": chosen.conversations}.items():
+def measure(kind: str, conversations: int | None, found: dict[str, Any]) -> None:
+    """Run a workload with each set of tiers; ``found`` is written at the end."""
+    options = parser_of(kind, argparse.ArgumentParser()).parse_args([])
+    for name, value in (TRAFFIC[kind] | ({"conversations": conversations} if conversations else {})).items():
         setattr(options, name, value)
-    rows = list(trace("rag-chat", options))
-    tokens = sum(int(row["input_length"]) for row in rows)  # type: ignore[call-overload]
+    told = dict(vars(options))
+    rows: list[dict[str, Any]] = list(trace(kind, options))
+    tokens = sum(row["input_length"] for row in rows)
     private = [
-        Request(row["timestamp"] / 1000, tuple(row["hash_ids"][: row["input_length"] // BLOCK_TOKENS]), row["tenant"])  # type: ignore[index,operator]
+        Request(row["timestamp"] / 1000, tuple(row["hash_ids"][: row["input_length"] // BLOCK_TOKENS]), row["tenant"])
         for row in rows
     ]
     shared = [dataclasses.replace(request, tenant="") for request in private]
-    size = engine_blocks(shared, tokens)
+    if kind == "rag-chat":
+        found["engine_blocks"] = engine_blocks(shared, tokens)
+    size = found["engine_blocks"]
     tiers = {Tier.HBM: size, Tier.CPU: CPU * size, Tier.NVME: NVME * size}
-    found: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    one: dict[str, Any] = {
+        "options": told,
         "requests": len(private),
-        "conversations": chosen.conversations,
         "tokens_per_request": round(tokens / len(private)),
         "distinct": len({(r.tenant, b) for r in private for b in r.blocks}),
         "distinct_shared": len({b for r in shared for b in r.blocks}),
-        "engine_blocks": size,
         "rows": [],
     }
+    found["workloads"][kind] = one
     cases = [
         ("engine's cache alone", shared, {Tier.CPU: size}),
         ("and CPU memory", private, {t: tiers[t] for t in (Tier.HBM, Tier.CPU)}),
@@ -140,10 +161,24 @@ def main() -> None:
     ]
     for name, requests, sizes in cases:
         row = {"name": name, "ideal": round(share(tokens, ideal_hits(requests)[0]), 4), **run(requests, sizes, tokens)}
-        print(f"{name}: {row['recomputed']:.1%} (at least {row['ideal']:.1%})", flush=True)
-        found["rows"].append(row)
-        (RESULTS / "recompute.json").write_text(json.dumps(found, indent=1) + "\n")
-        (RESULTS / "recompute.md").write_text(page(found))
+        print(f"{kind}: {name}: {row['recomputed']:.1%} (at least {row['ideal']:.1%})", flush=True)
+        one["rows"].append(row)
+    (RESULTS / "recompute.json").write_text(json.dumps(found, indent=1) + "\n")
+    (RESULTS / "recompute.md").write_text(page(found))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Share of prompt tokens that is recomputed, by tiers.")
+    parser.add_argument("workload", nargs="?", choices=list(TRAFFIC), help="only this one; RAG chat says how large the caches are")
+    parser.add_argument("--conversations", type=int)
+    chosen = parser.parse_args()
+    path = RESULTS / "recompute.json"
+    found: dict[str, Any] = json.loads(path.read_text()) if chosen.workload and path.exists() else {"workloads": {}}
+    if chosen.workload not in (None, "rag-chat") and "engine_blocks" not in found:
+        parser.error(f"{path} does not say how large the engine's cache is: run rag-chat first")
+    found["date"] = datetime.datetime.now(datetime.UTC).date().isoformat()
+    for kind in [chosen.workload] if chosen.workload else TRAFFIC:
+        measure(kind, chosen.conversations, found)
 
 
 if __name__ == "__main__":

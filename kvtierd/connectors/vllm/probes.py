@@ -64,7 +64,7 @@ def ask(ctx: Context, request: Any, tenant: str, first: int) -> Probe | None:
 
 
 def count_missed(ctx: Context, request: Any, tenant: str, first: int, count: int) -> None:
-    """Have the daemon count ``count`` chunks from ``first`` on as missed, which no load asks for since they are known to be missing.
+    """Have the daemon count ``count`` chunks from ``first`` on as missed, which no load asks for as they are known to be missing.
 
     Of several groups, those that need all chunks count. What is there after all is not counted.
     """
