@@ -74,7 +74,7 @@ class SaveTicket:
     """Life of its blocks from their commit on; None when they do not expire."""
     held: list[Block] = field(default_factory=list)
     """The request's blocks that were there already, root first; some of them may still be filled by its own earlier saves."""
-    granted_s: float = 0.0
+    began_s: float = 0.0
     """When it was made."""
 
 

@@ -94,7 +94,7 @@ class DaemonReplay:
         self._requests = requests
         self._workers = min(settings.workers, len(requests))
         self._widest = max(len(r.blocks) for r in requests)
-        self._need_memory(self._workers)
+        self._need_memory()
         self._status = status
         self._tenants = sorted(tenants)
         self._clients: dict[str, Client] = {}
@@ -140,12 +140,12 @@ class DaemonReplay:
                     client.evict(timeout_s=settings.timeout_s)
                 client.close()
 
-    def _need_memory(self, workers: int) -> None:
+    def _need_memory(self) -> None:
         """Each worker has memory for the blocks of the longest request. Raises ReplayError where there is not as much."""
-        size, free = workers * self._widest * self._settings.block_bytes, available_bytes()
+        size, free = self._workers * self._widest * self._settings.block_bytes, available_bytes()
         if size > free:
             raise ReplayError(
-                f"{workers} workers with memory for {self._widest} blocks of {self._settings.block_bytes:,} bytes take "
+                f"{self._workers} workers with memory for {self._widest} blocks of {self._settings.block_bytes:,} bytes take "
                 f"{size / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free: lower --block-size or --workers"
             )
 

@@ -155,7 +155,7 @@ class Calls:
         self._note_tenant(attached, request.ticket)
         ticket = attached.core.tickets.get(request.ticket)
         published = self._rt.commit(attached, request.ticket, request.indexes)
-        seconds = self._rt.now() - ticket.granted_s if isinstance(ticket, SaveTicket) else None
+        seconds = self._rt.now() - ticket.began_s if isinstance(ticket, SaveTicket) else None
         in_device = [block for block in published if block.hbm is not None]
         self.count_saved(in_device, "cudaipc", seconds)
         self.count_saved([block for block in published if block.hbm is None] if in_device else published, "shm", seconds)

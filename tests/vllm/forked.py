@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -66,8 +65,6 @@ def _context() -> ForkServerContext:
 
 def _run(job: Path, report: Path, log: Path, control: socket.socket, environment: dict[str, str]) -> None:
     os.setsid()
-    # The test may have ignored it, as pytest's helpers do.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(environment)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -23,13 +23,10 @@ class Probe:
 
     Attributes:
         first: number of the chunk asked about.
-        key: of that chunk.
         held: the answer; None while it is not known.
     """
 
     first: int
-    key: bytes
-    tenant: str
     _prober: Prober
     _number: int
     held: bool | None = None
@@ -60,7 +57,7 @@ def ask(ctx: Context, request: Any, tenant: str, first: int) -> Probe | None:
         return None
     key = ctx.keys.keys(request, group.index, first, first + 1)[0]
     number = prober.ask(key, 0, tenant)
-    return None if number is None else Probe(first, key, tenant, prober, number)
+    return None if number is None else Probe(first, prober, number)
 
 
 def count_missed(ctx: Context, request: Any, tenant: str, first: int, count: int) -> None:
