@@ -24,7 +24,7 @@ from kvtierd.testing.soak import GROWTH_BYTES, GROWTH_BYTES_A_BLOCK, Sample, Soa
 
 KILLS = 15
 SEEDS = {False: 5, True: 16}
-"""Without and with encryption; their first rounds have every kind of end."""
+"""Without and with encryption."""
 
 
 @pytest.mark.slow

@@ -36,6 +36,8 @@ CLIENTS: Final = 5
 JOURNAL_PAUSE_S: Final = 0.6
 """A removal is in the journal after this at the latest."""
 PATIENCE_S: Final = 60.0
+PATIENCE_KILLS: Final = 40
+"""So many more than asked for at the most, until everything has been seen that a campaign has to see."""
 TELL_EVERY: Final = 20
 
 
@@ -126,6 +128,8 @@ class Campaign:
         plan = self.plan(number)
         self._say(str(plan))
         rng = random.Random(f"{self.seed}/{number}/run")
+        if not plan.at_once:
+            self._all_go_on("each client finds the daemon again")
         if self.disk is not None:
             self.disk.set(plan.rates, seed=hash((self.seed, number)), only=plan.only)
             self.disk.watch_writes(on=plan.kind is Kind.POWER)
@@ -249,13 +253,21 @@ class Campaign:
                 forget_evicted(client.state)
 
     def _all_go_on(self, what: str) -> None:
-        before = [progress_of(client.state) for client in self.clients]
+        before = [progress_of(client.state)[2] for client in self.clients]
         until_s = time.monotonic() + PATIENCE_S
-        while any(progress_of(c.state)[2] <= then[2] for c, then in zip(self.clients, before, strict=True)):
+        while any(progress_of(c.state)[2] <= then for c, then in zip(self.clients, before, strict=True)):
             for client in self.clients:
                 client.check()
             assert time.monotonic() < until_s, what
             time.sleep(0.1)
+
+    def missed(self) -> str:
+        """What a campaign has to see, and this one has not yet; "" when it has seen it."""
+        if not self.counts["evictions that held"]:
+            return "no key that was evicted was looked for"
+        if self.disk is not None and not any(self.disk.hits().values()):
+            return "the disk has not failed once"
+        return ""
 
     def finish(self) -> None:
         """Everybody goes on; nothing outlives its process."""
@@ -313,7 +325,8 @@ def run(
     number = first
     try:
         campaign.start()
-        while campaign.counts["SIGKILLs of the daemon"] < kills:
+        while (killed := campaign.counts["SIGKILLs of the daemon"]) < kills or campaign.missed():
+            assert killed < kills + PATIENCE_KILLS, f"seed {seed}: {killed} kills, and {campaign.missed()}"
             try:
                 campaign.round(number)
             except Exception as e:

@@ -47,6 +47,8 @@ class Plan:
     faulty_start: bool = False
     """The next daemon starts while the disk still fails."""
     kill_client: bool = False
+    at_once: bool = False
+    """The round does not wait until every client has found the daemon again."""
     start_kills_s: tuple[float, ...] = ()
     """How long after its launch a daemon is killed, before one may start."""
     lost_share: float = 0.0
@@ -93,4 +95,5 @@ def draw(seed: int, number: int, *, disk: bool, encrypted: bool = False) -> Plan
         kill_client=rng.random() < 0.3,
         start_kills_s=tuple(rng.uniform(0.1, 1.1) for _ in range(rng.randrange(1, 4))) if kind in (Kind.START, Kind.KEY) else (),
         lost_share=rng.choice([0.1, 0.5, 1.0]) if kind is Kind.POWER else 0.0,
+        at_once=rng.random() < 0.2,
     )
