@@ -24,7 +24,7 @@ HANDLE_BYTES: Final = 64
 STAGE_BYTES: Final = 4 << 20
 """Pinned memory of one stage."""
 LANES: Final = 2
-"""Copies to host memory that go on at one time on one GPU."""
+"""Copies from or to host memory that go on at one time on one GPU."""
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +60,7 @@ _CALLS: Final[dict[str, tuple[object, ...]]] = {
     "cuMemcpyHtoD_v2": (_ADDRESS, _POINTER, _SIZE),
     "cuMemcpyDtoH_v2": (_POINTER, _ADDRESS, _SIZE),
     "cuMemcpyDtoHAsync_v2": (_POINTER, _ADDRESS, _SIZE, _POINTER),
+    "cuMemcpyHtoDAsync_v2": (_ADDRESS, _POINTER, _SIZE, _POINTER),
     "cuMemHostAlloc": (_OUT, _SIZE, ctypes.c_uint),
     "cuStreamCreate": (_OUT, ctypes.c_uint),
     "cuStreamSynchronize": (_POINTER,),
@@ -198,12 +199,29 @@ class Device:
         Raises:
             CudaError: the GPU refused; the memory holds nothing usable.
         """
+        with self._lane() as lane:
+            lane.to_host(copies)
+
+    def copy_from_host(self, copies: Sequence[tuple[int, Buffer]]) -> None:
+        """Fill the GPU's memory from the host's, in the same way.
+
+        Args:
+            copies: an address, and memory, writable, whose bytes are to go there.
+
+        Raises:
+            CudaError: the GPU refused; its memory holds nothing usable there.
+        """
+        with self._lane() as lane:
+            lane.from_host(copies)
+
+    @contextmanager
+    def _lane(self) -> Iterator[_Lane]:
         lane = self._lanes.get()
         try:
             with self.current():
                 if lane is None:
                     lane = _Lane()
-                lane.copy(copies)
+                yield lane
         finally:
             self._lanes.put(lane)
 
@@ -234,14 +252,14 @@ class Device:
 
 
 class _Lane:
-    """Two stages of pinned memory on a stream of their own: one is emptied while DMA fills the other. For one thread at a time."""
+    """Two stages of pinned memory on a stream of its own: DMA uses one while the other is filled or emptied. For one thread."""
 
     def __init__(self) -> None:
         self._stream = _made(ctypes.c_void_p, "cuStreamCreate", _STREAM_NON_BLOCKING)
         self._stages = [_made(ctypes.c_void_p, "cuMemHostAlloc", STAGE_BYTES, _HOST_ALLOC_PORTABLE) for _ in range(2)]
         self._events = [_made(ctypes.c_void_p, "cuEventCreate", _EVENT_BLOCKING_SYNC_NO_TIMING) for _ in range(2)]
 
-    def copy(self, copies: Sequence[tuple[int, Buffer]]) -> None:
+    def to_host(self, copies: Sequence[tuple[int, Buffer]]) -> None:
         """See :meth:`Device.copy_to_host`."""
         filled: list[tuple[int, int, int]] | None = None
         number = 0
@@ -258,6 +276,24 @@ class _Lane:
             _call("cuStreamSynchronize", self._stream)  # nothing may be under way when the stages are used again
             raise
 
+    def from_host(self, copies: Sequence[tuple[int, Buffer]]) -> None:
+        """See :meth:`Device.copy_from_host`."""
+        number = -1
+        try:
+            for number, portion in enumerate(_portions(copies)):
+                stage, event = self._stages[number % 2], self._events[number % 2]
+                if number > 1:
+                    _call("cuEventSynchronize", event)
+                for target, source, offset, size in portion:
+                    ctypes.memmove(stage + offset, source, size)
+                    _call("cuMemcpyHtoDAsync_v2", target, stage + offset, size, self._stream)
+                _call("cuEventRecord", event, self._stream)
+            if number >= 0:
+                _call("cuEventSynchronize", self._events[number % 2])
+        except CudaError:
+            _call("cuStreamSynchronize", self._stream)
+            raise
+
     def _empty(self, number: int, filled: Sequence[tuple[int, int, int]] | None) -> None:
         if filled is None:
             return
@@ -267,7 +303,7 @@ class _Lane:
 
 
 def _portions(copies: Sequence[tuple[int, Buffer]]) -> Iterator[list[tuple[int, int, int, int]]]:
-    """(source, target, offset in the stage, bytes), as much at a time as a stage holds."""
+    """(address on the GPU, address on the host, offset in the stage, bytes), as much at a time as a stage holds."""
     portion: list[tuple[int, int, int, int]] = []
     used = 0
     for address, buffer in copies:

@@ -43,6 +43,11 @@ class Move:
         """True when the block stays on its tier."""
         return self.src.tier is self.dst.tier
 
+    @property
+    def rises(self) -> bool:
+        """True when the block goes to GPU memory."""
+        return self.dst.tier is Tier.HBM
+
 
 @dataclass(frozen=True, slots=True)
 class StartMoves:

@@ -16,6 +16,7 @@ from kvtierd.core.block import Copy, CopyState
 from kvtierd.core.commands import Forget, Move, Priority, Progress, StartMoves
 from kvtierd.core.demotion import Demoter
 from kvtierd.core.realm import Realm, Tenant
+from kvtierd.core.rising import Riser
 from kvtierd.core.space import Space
 from kvtierd.core.state import CoreState
 from kvtierd.core.tickets import Entry, ReadTicket
@@ -52,6 +53,9 @@ class Mover:
         """Moves in flight that somebody waits for, by their target."""
         self.up_bytes = 0
         self._down = Demoter(state, space, lambda now, source, target, why: self._begin(now, source, target, Priority.DEMOTE, why))
+        self._riser = Riser(
+            state, space, lambda now, source, target: self._begin(now, source, target, Priority.PREFETCH, "prefetch")
+        )
 
     @property
     def queue_depth(self) -> dict[str, int]:
@@ -69,6 +73,11 @@ class Mover:
         return any(self._queues.values())
 
     @property
+    def next_rise_s(self) -> float | None:
+        """When what a prefetch has brought to CPU memory may go on to GPU memory."""
+        return self._riser.next_s()
+
+    @property
     def ttl_goes_on(self) -> bool:
         """True when the next tick can apply more TTLs at once; while writes are in flight their results bring it on."""
         return self._down.ttl_due and not self._down.is_full
@@ -83,7 +92,11 @@ class Mover:
         self._down.limited(tenant)
 
     def want(self, ticket: ReadTicket, indexes: list[int]) -> None:
-        """Queue keys of a ticket that are WAITING."""
+        """Queue keys of a ticket that are WAITING; those of a prefetch that are READY may go on to GPU memory."""
+        if ticket.prefetch:
+            for index, entry in enumerate(ticket.entries):
+                if entry == Entry.READY:
+                    self._riser.want(ticket, index)
         if indexes:
             self._queues[Priority.PREFETCH if ticket.prefetch else Priority.LOAD][ticket] = deque(indexes)
 
@@ -98,6 +111,7 @@ class Mover:
     def pump(self, now: float) -> None:
         """Start whatever may start. Called at the end of every event."""
         self._start_promotions(now)
+        self._riser.start(now)
         self._down.start(now)
 
     # ---- up
@@ -195,6 +209,7 @@ class Mover:
         ticket.entries[index] = Entry.READY
         ticket.waiting -= 1
         ticket.session.ticket_bytes += copy.block.realm.tier_bytes[Tier.CPU]
+        self._riser.want(ticket, index)
         state.commands.append(Progress(ticket))
 
     def miss(self, now: float, ticket: ReadTicket, index: int, reason: Reason) -> None:
@@ -237,7 +252,9 @@ class Mover:
         self._promoting.pop(move.dst, None)
         for ticket, _ in move.waiters:
             ticket.session.moving_bytes -= ticket.realm.tier_bytes[Tier.CPU]
-        if move.priority is not Priority.DEMOTE:
+        if move.rises:
+            self._riser.ended(move)
+        elif move.priority is not Priority.DEMOTE:
             self.up_bytes -= move.size_bytes
         else:
             self._down.ended(move)
@@ -287,7 +304,10 @@ class Mover:
             state.set_state(now, target, CopyState.DOOMED, result.value)
         state.unpin(now, target)
         demoted = move.priority is Priority.DEMOTE
-        if demoted and (target.tier is Tier.NVME or result is Result.NO_SPACE):
+        if move.rises:
+            if result is not Result.NO_SPACE:
+                self._write_refused(now, target, result)
+        elif demoted and (target.tier is Tier.NVME or result is Result.NO_SPACE):
             self._write_refused(now, target, result)
         elif source.state is CopyState.READY and result is not Result.NO_SPACE:
             state.evict(now, source, result.value)

@@ -61,9 +61,19 @@ class Reads:
             if _covers(load, other) or (wanted and session.held_bytes + wanted > limit):
                 self.close(now, other)
 
-    def prefetch(self, now: float, session: Session, realm: Realm, keys: list[bytes], deadline_s: float) -> ReadTicket:
-        """Start promoting the prefix that is held; it stays pinned until the deadline, a load or :meth:`cancel`."""
-        ticket = self._read_ticket(now, session, realm, keys, deadline_s, each=False, prefetch=True)
+    def prefetch(
+        self,
+        now: float,
+        session: Session,
+        realm: Realm,
+        keys: list[bytes],
+        deadline_s: float,
+        devices: tuple[int, ...] = (),
+    ) -> ReadTicket:
+        """Start promoting the prefix that is held, to the memory of these GPUs too; it stays pinned in CPU memory, or where its
+        reader can read it already, until the deadline, a load or :meth:`cancel`.
+        """
+        ticket = self._read_ticket(now, session, realm, keys, deadline_s, each=False, prefetch=True, devices=devices)
         self._mover.pump(now)
         return ticket
 

@@ -9,8 +9,8 @@ from typing import Final
 
 from kvtierd.core.admission import Prefix
 from kvtierd.core.block import Block, Copy, CopyState
+from kvtierd.core.device_slots import DeviceSlots
 from kvtierd.core.expiry import extend
-from kvtierd.core.limits import TenantClass
 from kvtierd.core.realm import Realm
 from kvtierd.core.space import Space
 from kvtierd.core.state import DEPTH_S, CoreState
@@ -75,7 +75,7 @@ class Saves:
         size = realm.tier_bytes[Tier.CPU]
         limit = state.config.ticket_limit_bytes(Tier.CPU)
         refused = DRAINING if state.draining else 0
-        device = _DeviceSlots(state, self._space, session, realm, request.devices)
+        device = DeviceSlots(state, self._space, realm, request.devices)
         # Held ones first, so that room for the others is not made at their expense.
         held = [block for key in keys if (block := realm.index.get(key)) is not None and block.mask]
         before = [block for key in request.before if (block := realm.index.get(key)) is not None]
@@ -91,7 +91,9 @@ class Saves:
                 refused = LIMIT
             if not refused:
                 fresh.wanted(key)
-                in_device = device.take(now)
+                in_device = device.take(now, session.held_bytes)
+                if device.refused:
+                    state.counts.not_in_hbm[device.refused] += 1
                 tier = Tier.HBM if in_device else Tier.CPU
                 taken = in_device or self._space.allocate(now, Tier.CPU, realm)
                 if isinstance(taken, Reason):
@@ -199,47 +201,6 @@ class Saves:
             if copy.state is CopyState.FILLING:
                 self._state.set_state(now, copy, CopyState.DOOMED, why)
             self._state.unpin(now, copy)
-
-
-class _DeviceSlots:
-    """Slots in GPU memory for one Save, up to the first refusal: the rest goes to CPU memory, and nobody waits for room here.
-
-    A realm's blocks are on the GPUs of the engine that was first; an engine on others has to do without.
-    """
-
-    def __init__(self, state: CoreState, space: Space, session: Session, realm: Realm, devices: tuple[int, ...]) -> None:
-        self._state = state
-        self._space = space
-        self._session = session
-        self._realm = realm
-        self._wanted = bool(devices) and state.config.capacity_bytes[Tier.HBM] > 0
-        self.refused = ""
-        """Why no more are to be had; "" for nothing of that kind."""
-        if not self._wanted:
-            return
-        if realm.tenant.limits.tenant_class is TenantClass.BASIC:
-            self.refused = "class"
-        elif realm.devices != devices:
-            if any(state.pools[Tier.HBM].extents_of(realm.realm_id, len(realm.slot_bytes))):
-                self.refused = "other_gpu"
-            else:
-                realm.devices = devices
-
-    def take(self, now: float) -> tuple[int, ...]:
-        """Slots of one block; () when there are none for it."""
-        if not self._wanted:
-            return ()
-        config, session = self._state.config, self._session
-        limit = config.ticket_limit_bytes(Tier.HBM)
-        if not self.refused and session.held_bytes and session.held_bytes + self._realm.tier_bytes[Tier.HBM] > limit:
-            self.refused = "limit"
-        if not self.refused:
-            taken = self._space.allocate(now, Tier.HBM, self._realm)
-            if not isinstance(taken, Reason):
-                return taken
-            self.refused = taken.name.lower()
-        self._state.counts.not_in_hbm[self.refused] += 1
-        return ()
 
 
 class _Fresh:

@@ -108,6 +108,8 @@ class ReadTicket:
     closed: bool = False
     began_s: float = 0.0
     """When it was made."""
+    risen_bytes: int = 0
+    """Of a prefetch: what it has sent to GPU memory."""
 
     def check_taken(self, index: int) -> None:
         """Raise RequestError UNKNOWN_TICKET unless key ``index`` was handed out and not released: only then is it pinned."""

@@ -244,9 +244,17 @@ class TierCore:
         """See :meth:`Reads.load`."""
         return self._reads.load(now, session, realm, keys, deadline_s, each=each, devices=devices, keeps=keeps)
 
-    def prefetch(self, now: float, session: Session, realm: Realm, keys: list[bytes], deadline_s: float) -> ReadTicket:
+    def prefetch(
+        self,
+        now: float,
+        session: Session,
+        realm: Realm,
+        keys: list[bytes],
+        deadline_s: float,
+        devices: tuple[int, ...] = (),
+    ) -> ReadTicket:
         """See :meth:`Reads.prefetch`."""
-        return self._reads.prefetch(now, session, realm, keys, deadline_s)
+        return self._reads.prefetch(now, session, realm, keys, deadline_s, devices)
 
     def collect(self, now: float, ticket: ReadTicket) -> tuple[list[int], list[int], bool]:
         """See :meth:`Reads.collect`."""
@@ -357,8 +365,7 @@ class TierCore:
         due = [first[0] for t in state.tiers if (first := state.turns.ttl[t].first()) is not None]
         if not self._mover.ttl_goes_on:
             due = [at if at > self._last_tick_s else self._last_tick_s + RETRY_TICK_S for at in due]
-        alarm_s = self._alarms.first()
-        due.extend(at for at in (alarm_s, state.expiries.first()) if at is not None)
+        due.extend(at for at in (self._alarms.first(), state.expiries.first(), self._mover.next_rise_s) if at is not None)
         due.extend(state.turns.next_pause_end_s())
         if self._mover.shrinks:
             due.append(self._last_tick_s + MIN_TICK_S)

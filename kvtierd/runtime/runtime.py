@@ -391,7 +391,7 @@ class Runtime:
     def prefetch(self, attached: Attached, realm: Realm, keys: list[bytes], deadline_s: float) -> ReadTicket:
         """Begin a prefetch; ``deadline_s`` is a duration."""
         self.check_alive(attached)
-        ticket = self.core.prefetch(self.now(), attached.core, realm, keys, self.now() + deadline_s)
+        ticket = self.core.prefetch(self.now(), attached.core, realm, keys, self.now() + deadline_s, attached.devices)
         return self._watched(attached, ticket, keys)
 
     def _watched(self, attached: Attached, ticket: ReadTicket, keys: list[bytes]) -> ReadTicket:

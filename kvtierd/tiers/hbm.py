@@ -1,4 +1,4 @@
-"""The HBM tier's memory: extents on GPUs, which engines on the same GPUs open, and the way from there to CPU memory.
+"""The HBM tier's memory: extents on GPUs, which engines on the same GPUs open, and the way from there to CPU memory and back.
 
 The core decides which extents there are and keeps their sum on each GPU within the capacity. Nothing is made on a GPU before the
 first engine that is on it has joined: then the process gets a context there. On top of the capacity a GPU gives the context, which
@@ -10,8 +10,10 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
+
+from typing_extensions import Buffer
 
 from kvtierd.config import HbmConfig
 from kvtierd.cuda import PIECE_BYTES, CudaError, Device, find_devices
@@ -112,6 +114,13 @@ class HbmPool:
 
     def read(self, blocks: Sequence[BlockIo]) -> list[Result]:
         """Fill the blocks' buffers from GPU memory, by DMA. One result a block; blocks, and is called from worker threads."""
+        return self._copy(blocks, Device.copy_to_host, "read")
+
+    def write(self, blocks: Sequence[BlockIo]) -> list[Result]:
+        """Fill GPU memory from the blocks' buffers, in the same way."""
+        return self._copy(blocks, Device.copy_from_host, "written")
+
+    def _copy(self, blocks: Sequence[BlockIo], copy: Callable[[Device, list[tuple[int, Buffer]]], None], verb: str) -> list[Result]:
         copies: dict[Device, list[tuple[int, BlockIo, int]]] = {}
         for block in blocks:
             for shard, slot in enumerate(block.slots):
@@ -120,15 +129,11 @@ class HbmPool:
         failed: set[int] = set()
         for device, some in copies.items():
             try:
-                device.copy_to_host([(address, block.buffers[shard]) for address, block, shard in some])
+                copy(device, [(address, block.buffers[shard]) for address, block, shard in some])
             except CudaError as e:
-                log.error("%d blocks of %s cannot be read: %s", len(some), device.uuid, e)
+                log.error("%d blocks cannot be %s on %s: %s", len(some), verb, device.uuid, e)
                 failed.update(id(block) for _, block, _ in some)
         return [Result.IO_ERROR if id(block) in failed else Result.OK for block in blocks]
-
-    def write(self, blocks: Sequence[BlockIo]) -> list[Result]:
-        """Nothing moves up to this tier: engines write here."""
-        raise NotImplementedError("blocks come to the HBM tier by saves only")
 
     def forget(self, blocks: Sequence[BlockIo]) -> None:
         """Nothing is recorded of GPU memory."""

@@ -425,7 +425,7 @@ class Shell:
 
     def prefetch(self, session: Session, realm: Realm, keys: list[bytes], wait_s: float = 10.0) -> ReadTicket:
         """Begin a prefetch."""
-        ticket = self.core.prefetch(self.now, session, realm, keys, self.now + wait_s)
+        ticket = self.core.prefetch(self.now, session, realm, keys, self.now + wait_s, self.devices(realm))
         self.run()
         return ticket
 

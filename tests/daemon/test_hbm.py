@@ -21,10 +21,11 @@ import pytest
 
 from kvtierd import cuda
 from kvtierd.client import Client, ExtentMap
-from kvtierd.cuda import CudaError, Device, find_devices
+from kvtierd.cuda import STAGE_BYTES, CudaError, Device, find_devices
 from kvtierd.model import Tier, in_device
 from kvtierd.testing.cuda import FakeGpus
 from kvtierd.testing.daemon import DaemonProcess
+from kvtierd.v1 import admin_pb2
 
 MIB = 1 << 20
 BLOCK = MIB
@@ -287,6 +288,73 @@ def test_a_copy_that_cannot_be_read_is_a_miss(make: MakeDaemon, make_client: Mak
     gpus.heal("cuMemcpyDtoHAsync_v2")
     assert engine.load(2, device=False) == [False]
     assert engine.tiers(1) == [0]
+    engine.close()
+
+
+def test_bytes_go_up_and_down_as_they_are(gpus: FakeGpus | RealGpus) -> None:
+    """Goal: both ways through pinned memory, for sizes that fit no stage, and after a copy that failed.
+
+    Method: pieces of odd sizes, more than two stages of them.
+    """
+    device = Device(0)
+    sizes = [1, STAGE_BYTES - 7, 3 * MIB + 5, 2 * STAGE_BYTES + 1, 0, 4096]
+    sent = [bytearray(os.urandom(size)) for size in sizes]
+    address = device.allocate(sum(sizes))
+    places = [address + sum(sizes[:n]) for n in range(len(sizes))]
+
+    def came() -> list[bytearray]:
+        got = [bytearray(size) for size in sizes]
+        device.copy_to_host(list(zip(places, got, strict=True)))
+        return got
+
+    if isinstance(gpus, FakeGpus):
+        gpus.fail("cuMemcpyHtoDAsync_v2")
+        with pytest.raises(CudaError, match="cuMemcpyHtoDAsync_v2"):
+            device.copy_from_host(list(zip(places, sent, strict=True)))
+        assert came() == [bytearray(size) for size in sizes]
+        gpus.heal("cuMemcpyHtoDAsync_v2")
+    device.copy_from_host(list(zip(places, sent, strict=True)))
+    assert came() == sent
+    device.copy_from_host([])
+    device.free(address)
+
+
+@pytest.mark.parametrize("tier", [Tier.CPU, Tier.NVME])
+def test_a_prefetch_goes_on_to_gpu_memory(make: MakeDaemon, make_client: MakeClient, tier: Tier) -> None:
+    """Goal: what waits for the engine is on the GPU when it is loaded, from whichever tier, with the right bytes."""
+    daemon = make(hbm={"capacity": "32MiB"})
+    saver = make_client(daemon)
+    numbers = range(12)
+    keys = [key(n) for n in numbers]
+    assert saver.save_bytes(keys, [[content(n)] for n in numbers]).saved == 12
+    if tier is Tier.NVME:
+        with daemon.admin() as admin:
+            admin.Drain(admin_pb2.DrainRequest(timeout_s=20, resume=True))
+        assert saver.evict(keys, tier=Tier.CPU) == 12
+    saver.close()
+    engine = Engine(daemon, make_client(daemon)).ready()
+    prefetch = engine.client.prefetch(keys, 20.0)
+    assert prefetch.held == 12
+    wait_for(lambda: all(mask & Tier.HBM.bit for mask in engine.tiers(*numbers)))
+    assert engine.load(*numbers) == [True] * 12
+    assert daemon.status().counters["promotions"] == (12 if tier is Tier.CPU else 24)
+    engine.close()
+
+
+def test_a_prefetch_stays_where_the_gpu_fails(make: MakeDaemon, make_client: MakeClient, gpus: FakeGpus) -> None:
+    daemon = make()
+    saver = make_client(daemon)
+    assert saver.save_bytes([key(1)], [[content(1)]]).saved == 1
+    saver.close()
+    engine = Engine(daemon, make_client(daemon)).ready()
+    gpus.fail("cuMemcpyHtoDAsync_v2")
+    engine.client.prefetch([key(1)], 20.0)
+    wait_for(lambda: hbm(daemon).suspended)
+    assert "cannot be written" in daemon.log() and engine.tiers(1) == [Tier.CPU.bit]
+    assert engine.load(1) == [False] and engine.save(2) == [False]
+    gpus.heal("cuMemcpyHtoDAsync_v2")
+    wait_for(lambda: not hbm(daemon).suspended)
+    assert engine.save(3) == [True]
     engine.close()
 
 

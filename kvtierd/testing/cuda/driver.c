@@ -243,6 +243,14 @@ CUresult cuMemcpyDtoHAsync_v2(void *target, CUdeviceptr source, size_t size, voi
     return SUCCESS;
 }
 
+CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr target, const void *source, size_t size, void *stream) {
+    FAULTS;
+    CONTEXT;
+    if (!find(target, size) || !stream) return INVALID_VALUE;
+    memcpy((void *)(uintptr_t)target, source, size);
+    return SUCCESS;
+}
+
 CUresult cuMemHostAlloc(void **address, size_t size, unsigned flags) {
     FAULTS;
     CONTEXT;
