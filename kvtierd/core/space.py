@@ -320,11 +320,16 @@ class Space:
         return Shares.keeps(tenant, tier, lost_bytes)
 
     def _holds_kept(self, extent: Extent) -> bool:
-        """True for an extent on NVMe with a copy that its tenant's reserve keeps."""
+        """True for an extent on NVMe whose loss would leave a tenant less than its reserve."""
         if not self._state.shares.has_reserve(Tier.NVME):
             return False
-        owners = (o.block.realm for o in extent.owners if o is not None)
-        return any(Shares.keeps(r.tenant, Tier.NVME, r.tier_bytes[Tier.NVME]) for r in dict.fromkeys(owners))
+        pool = self._state.pools[Tier.NVME]
+        lost_bytes: Counter[Tenant] = Counter()
+        # A block goes with all of its shards, whichever extents they are in.
+        for copy in {o for e in (extent, *(pool.extents[i] for i in pool.leaving)) for o in e.owners if o is not None}:
+            lost_bytes[copy.block.realm.tenant] += copy.block.realm.tier_bytes[Tier.NVME]
+        owners = {o.block.realm.tenant for o in extent.owners if o is not None}
+        return any(Shares.keeps(tenant, Tier.NVME, lost_bytes[tenant]) for tenant in owners)
 
     def drain_extent(self, now: float, tier: Tier, extent: Extent) -> None:
         """Empty an extent, so that its room can go to another group: forget what exists below, move or write down the rest."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 from kvtierd.core.commands import Priority
 from kvtierd.core.limits import NEVER, Limits, TenantClass
 from kvtierd.core.realm import Realm
+from kvtierd.core.rising import MAX_BYTES
 from kvtierd.core.saves import WHOLE, Request
 from kvtierd.core.tickets import ReadTicket, Session
 from kvtierd.errors import Reason, RequestError
@@ -252,8 +253,10 @@ class Driver:
         limit = shell.config.ticket_limit_bytes(Tier.CPU)
         for session in self.sessions:
             assert session.ticket_bytes <= max(limit, max(r.tier_bytes[Tier.CPU] for r in self.realms))
-        up = [m.size_bytes for m, _ in shell.moves.values() if m.priority is not Priority.DEMOTE]
-        assert len(up) <= 1 or sum(up) <= shell.config.max_promote_bytes
+        up = [m for m, _ in shell.moves.values() if m.priority is not Priority.DEMOTE]
+        for tier, most in ((Tier.CPU, shell.config.max_promote_bytes), (Tier.HBM, MAX_BYTES)):
+            sizes = [m.size_bytes for m in up if m.dst.tier is tier]
+            assert len(sizes) <= 1 or sum(sizes) <= most
         self._check_admission()
         self._check_limits()
         if not shell.core.state.counts.evictions:

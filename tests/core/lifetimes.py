@@ -63,7 +63,8 @@ class MortalShell(Shell):
         return realm.index[key].realm.realm_id, key
 
     def _check_found(self, ticket: ReadTicket, keys: list[bytes]) -> None:
-        found = [key for key, mask in zip(keys, ticket.found_on, strict=False) if mask]
+        held = zip(keys, ticket.found_on, ticket.entries, strict=False)
+        found = [key for key, mask, entry in held if mask and entry != Entry.MISSING]
         assert not {self._place(ticket.realm, key) for key in found} & self.expired()
         assert Entry.MISSING not in ticket.entries or ticket.each or ticket.prefetch or ticket.reason
 

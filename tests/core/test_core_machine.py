@@ -168,7 +168,7 @@ def _history(seed: int, steps: int) -> None:
     d = Driver(
         cpu=r.choice([64, 128, 256, 512, 1024]),
         nvme=r.choice([0, 128, 256, 1024, 4096]),
-        hbm=r.choice([0, 0, 64, 128]),
+        hbm=r.choice([0, 64, 128, 1024]),
         ttl=r.random() < 0.5,
         quota=r.random() < 0.5,
         late=r.random() < 0.5,
@@ -177,7 +177,7 @@ def _history(seed: int, steps: int) -> None:
         extent=r.choice([16, 32, 64]),
         policy=r.choice(list(POLICIES)),
         admission=r.choice([*ADMISSIONS, "all", "all"]),
-        into_hbm=r.random() < 0.5,
+        into_hbm=r.random() < 0.7,
     )
     faulty = r.random() < 0.6
     limits = r.choice([0, 0, 1, 4])

@@ -671,3 +671,22 @@ def test_a_reserve_keeps_no_more_for_a_namespace_with_large_blocks() -> None:
     other.use(*range(16))
     assert other.held() >= 8 and premium.held() >= TIER_BLOCKS // 2
     shell.check()
+
+
+def test_a_reserve_on_nvme_holds_for_a_whole_segment() -> None:
+    """Goal: a segment goes for blocks of another size only when what its tenant keeps elsewhere is as much as its reserve.
+
+    Method: one segment with four blocks of a tenant whose reserve is three of them.
+    """
+    block_bytes = 2 * BLOCK  # with its header page
+    limits = {"t": Limits(reserve_bytes=(0, 0, 3 * block_bytes), tenant_class=PREMIUM)}
+    shell = Shell(config(nvme=8 * block_bytes, extent=8 * block_bytes), limits)
+    kept, other = shell.realm(BLOCK, tenant="t"), shell.realm(3 * BLOCK, tenant="u")
+    for realm in (kept, other):
+        shell.put(shell.attach(realm), realm, keys(1, 2, 3, 4))
+        shell.drain()
+        shell.finish_all()
+        shell.drain(on=False)
+    assert [shell.tiers(kept, key) for key in keys(1, 2, 3, 4)] == ["cn"] * 4
+    assert [shell.tiers(other, key) for key in keys(1, 2, 3, 4)] == ["c"] * 4
+    shell.check()
