@@ -73,7 +73,8 @@ class Space:
         quota = tenant.limits.quota(tier)
         if need > state.config.capacity_bytes[tier]:
             return Reason.TOO_LARGE
-        if quota is not None and tenant.used_bytes[tier] + need > quota:
+        fits_quota = quota is None or tenant.used_bytes[tier] + need <= quota
+        if quota is not None and not fits_quota:
             refused = self._make_quota(now, tier, tenant, need, quota, source)
             if refused is not None:
                 return refused
@@ -87,6 +88,9 @@ class Space:
             if refused is not None:
                 break
         self.hungry[realm.realm_id] = realm
+        if source is not None and not fits_quota:
+            # Its tenant's older copies have gone in vain. They come down again, and would go again at once, for ever.
+            state.turns.pause(now, realm)
         return Reason.BUSY
 
     def _take_all(self, now: float, tier: Tier, realm: Realm) -> tuple[int, ...] | Group:

@@ -217,6 +217,15 @@ def _history(seed: int, steps: int) -> None:
     d.settle()
 
 
+def test_copies_within_a_quota_do_not_push_each_other_out_for_ever() -> None:
+    """Goal: a copy in HBM that is within its tenant's quota below only when another goes, and gets no room even so, waits a while:
+    the other comes down again meanwhile.
+
+    Method: the history that has shown it: a quota was cut, and memory on its way back when the drain at the end began.
+    """
+    _history(2109, 400)
+
+
 @pytest.mark.parametrize("first", range(0, 100, 10))
 def test_long_histories(first: int) -> None:
     """Goal: what a short history cannot reach, such as full tiers that several realms fight for, holds too.
