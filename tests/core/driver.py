@@ -298,7 +298,8 @@ class Driver:
             shell.finish_all()
             shell.release_all()
             shell.wait(1.0)
-            if not shell.moves and not (core.undrained_bytes and self.all_fits_below) and not core.pins and not shell.unreleased:
+            waits = shell.moves or core.pins or shell.unreleased or sum(core.snapshot().queue_depth.values())
+            if not waits and not (core.undrained_bytes and self.all_fits_below):
                 break
         shell.finish_all()
         shell.check()
