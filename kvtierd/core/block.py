@@ -197,19 +197,20 @@ def ready_copy(block: Block) -> Copy:
 
 def check_block(block: Block) -> None:
     """Assert every invariant of one block in the index."""
-    assert block.copies(), "a block in the index has a copy"
+    copies = block.copies()
+    assert copies, "a block in the index has a copy"
     mask = 0
-    for copy in block.copies():
+    for copy in copies:
         assert copy.block is block
         if copy.state is CopyState.FILLING:
             assert copy.pins == 1 and copy.lru is None
         elif copy.state is CopyState.READY:
-            assert (copy.lru is None) == (copy.pins > 0)
-            if copy.lru is not None:
+            lru = copy.lru
+            assert (lru is None) == (copy.pins > 0)
+            if lru is not None:
                 lane = block.realm.orders[copy.tier].lane(copy)
-                lists = (lane.written, lane.clean) if copy.is_clean else (lane.dirty, lane.sunk, lane.refused)
-                assert any(copy.lru is lru for lru in lists)
-            mask |= copy.tier.bit
+                assert lru in ((lane.written, lane.clean) if copy.is_clean else (lane.dirty, lane.sunk, lane.refused))
+            mask |= 1 << copy.tier
         else:
             raise AssertionError(f"a live copy is {copy.state.name}")
     assert mask == block.mask

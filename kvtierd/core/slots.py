@@ -387,7 +387,7 @@ class SlotPool:
         """Assert the pool's invariants (visits every slot)."""
         used, reserved = 0, [0] * len(self._reserved_by_place)
         for extent in self.extents.values():
-            owned = sum(owner is not None for owner in extent.owners)
+            owned = len(extent.owners) - extent.owners.count(None)
             assert owned == extent.used, f"extent {extent.extent_id}: {owned} owners, {extent.used} used"
             assert extent.used + len(extent.freed) + extent.slot_count - extent.next_fresh == extent.slot_count
             assert len(set(extent.freed)) == len(extent.freed)
@@ -402,9 +402,15 @@ class SlotPool:
         assert reserved == self._reserved_by_place
         assert max(self._reserved_by_place) <= self._place_bytes, "the capacity holds at all times"
 
-    def slots_in_use(self) -> Iterator[tuple[int, Copy]]:
-        """Every used slot with its owner."""
+    def owned(self) -> dict[Copy, list[int]]:
+        """Every copy that has slots, with these."""
+        found: dict[Copy, list[int]] = {}
         for extent in self.extents.values():
-            for index, owner in enumerate(extent.owners):
-                if owner is not None:
-                    yield slot_id(extent.extent_id, index), owner
+            for slot, owner in enumerate(extent.owners, slot_id(extent.extent_id, 0)):
+                if owner is None:
+                    continue
+                if owner in found:
+                    found[owner].append(slot)
+                else:
+                    found[owner] = [slot]
+        return found

@@ -441,26 +441,28 @@ class CoreState:
         places = {move.dst for move in self.moves.values() if move.is_within}
         for pool in self.pools:
             pool.check()
-            seen: dict[Copy, int] = {}
-            for _, copy in pool.slots_in_use():
-                if copy in places:
-                    assert copy.state is CopyState.ABSENT and copy.pins == 1 and copy.block.copy_on(pool.tier) is not copy
-                    continue
-                seen[copy] = seen.get(copy, 0) + 1
+            tier = pool.tier
+            owned = pool.owned()
+            for copy in places & owned.keys():
+                assert copy.state is CopyState.ABSENT and copy.pins == 1 and copy.block.copy_on(tier) is not copy
+                del owned[copy]
             dirty = pinned = refused = 0
-            for copy, slots in seen.items():
-                realm = copy.block.realm
-                size = realm.tier_bytes[pool.tier]
-                assert slots == len(copy.all_slots()) == len(realm.slot_bytes), "whole blocks only"
-                used[realm.tenant.name][pool.tier] += size
-                pinned += size * (copy.pins > 0)
-                dirty += size * (copy.state is CopyState.READY and not copy.is_clean)
-                refused += size * (copy.lru is not None and copy.lru is realm.orders[pool.tier].lane(copy).refused)
-                assert copy.state is not CopyState.DOOMED or (copy.pins and copy.block.copy_on(pool.tier) is not copy)
-            assert len(seen) == self.copies[pool.tier]
-            assert dirty == self.dirty_bytes[pool.tier]
-            assert pinned == self.pinned_bytes[pool.tier]
-            assert refused == self.refused_bytes[pool.tier]
+            for copy, slots in owned.items():
+                realm, state = copy.block.realm, copy.state
+                size = realm.tier_bytes[tier]
+                assert len(slots) == len(copy.all_slots()) == len(realm.slot_bytes), "whole blocks only"
+                used[realm.tenant.name][tier] += size
+                if copy.pins > 0:
+                    pinned += size
+                if state is CopyState.READY and not copy.is_clean:
+                    dirty += size
+                if copy.lru is not None and copy.lru is realm.orders[tier].lane(copy).refused:
+                    refused += size
+                assert state is not CopyState.DOOMED or (copy.pins and copy.block.copy_on(tier) is not copy)
+            assert len(owned) == self.copies[tier]
+            assert dirty == self.dirty_bytes[tier]
+            assert pinned == self.pinned_bytes[tier]
+            assert refused == self.refused_bytes[tier]
         for name, tenant in self.tenants.items():
             assert tenant.used_bytes == used[name]
             assert tenant.limits == self.limits.get(name, NO_LIMITS)

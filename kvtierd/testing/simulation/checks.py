@@ -15,6 +15,12 @@ SIDE_FILES_BYTES = 16 << 10
 """More than the lock, the realms and the budget take in all folders: the only files that are not counted by the daemon."""
 
 
+COUNTED = (".kv", ".kvj", ".kvs", ".tmp")
+"""Ends of the names of files that count against the capacity."""
+PINNED = (Entry.WAITING, Entry.READY, Entry.TAKEN)
+"""Entries of a load whose copies are pinned."""
+
+
 class Checker:
     """Looks at one process after every event.
 
@@ -42,9 +48,13 @@ class Checker:
         assert cpu.reserved_bytes + cpu.blank_bytes <= runtime.config.cpu.capacity, "memory keeps to its capacity"
         if runtime.nvme is not None:
             # What was set aside, damaged or of another format, is not the cache's any more, nor is a folder that is lost.
-            names = {p: i for p, i in self._files.names.items() if not p.startswith(tuple(f"{f}/" for f in runtime.nvme.lost))}
-            sizes = {p: len(i.data) for p, i in names.items() if p.endswith((".kv", ".kvj", ".kvs", ".tmp"))}
-            segments = sum(size for path, size in sizes.items() if "segment-" in path)
+            lost = tuple(f"{f}/" for f in runtime.nvme.lost)
+            sizes = {
+                path: len(inode.data)
+                for path, inode in self._files.names.items()
+                if path.endswith(COUNTED) and not (lost and path.startswith(lost))
+            }
+            segments = sum([size for path, size in sizes.items() if "segment-" in path])
             assert segments <= runtime.nvme.capacity_bytes, (
                 f"{segments} bytes of segments, {runtime.nvme.capacity_bytes} may be: {sizes}"
             )
@@ -74,8 +84,7 @@ def _check_users(core: TierCore) -> None:
             if isinstance(ticket, SaveTicket):
                 users.update(c for c in ticket.open if c is not None)
             else:
-                pinned = (Entry.WAITING, Entry.READY, Entry.TAKEN)
-                users.update(c for c, e in zip(ticket.copies, ticket.entries, strict=True) if c is not None and e in pinned)
+                users.update(c for c, e in zip(ticket.copies, ticket.entries, strict=True) if c is not None and e in PINNED)
     waiting = sum(t.waiting for t in core._reads.open.values())
     coming = sum(t.entries[i] == Entry.WAITING for m in core.state.moves.values() for t, i in m.waiters)
     queued = sum(t.entries[i] == Entry.WAITING for q in core._mover._queues.values() for t, left in q.items() for i in left)
@@ -83,16 +92,16 @@ def _check_users(core: TierCore) -> None:
     for pin in core.pins.values():
         users.update(pin.copies)
     for tier in core.state.tiers:
-        for slot, copy in core.state.pools[tier].slots_in_use():
-            assert slot in copy.all_slots(), f"{tier.name} slot {slot:#x} is owned by a copy that is elsewhere"
-            expected = users[copy]
+        for copy, slots in core.state.pools[tier].owned().items():
+            for slot in slots:
+                assert slot in copy.all_slots(), f"{tier.name} slot {slot:#x} is owned by a copy that is elsewhere"
+            expected = users.get(copy, 0)
             assert copy.pins == expected, f"a {copy.state.name} {tier.name} copy has {copy.pins} pins and {expected} users"
             if copy.state is CopyState.ABSENT:
                 assert any(m.dst is copy and m.is_within for m in core.state.moves.values()), "a slot is owned by nobody"
-            elif copy.state in (CopyState.FILLING, CopyState.READY):
-                assert copy.block.realm.index.get(copy.block.key) is copy.block, "a live copy's block can be found"
-            else:
-                assert copy.state is CopyState.DOOMED
+            elif copy.state is not CopyState.DOOMED:
+                block = copy.block
+                assert block.realm.index.get(block.key) is block, "a live copy's block can be found"
 
 
 def check_rest(runtime: Runtime) -> None:
