@@ -7,14 +7,16 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 
 import click
 
-from kvtierd.cli.connection import AdminConnection, Target
 from kvtierd.config import Config, load_config, parse_duration
 from kvtierd.errors import ConfigError
 from kvtierd.model import KEY_BYTES, Tier
+
+if TYPE_CHECKING:
+    from kvtierd.cli.connection import AdminConnection, Target
 
 __all__ = [
     "TIER",
@@ -57,6 +59,8 @@ class Settings:
         Raises:
             ConfigError: when no address is given and the configuration is wrong.
         """
+        from kvtierd.cli.connection import Target  # with the client, which a daemon's start does without
+
         address = self.address
         if not address:
             try:
@@ -67,6 +71,8 @@ class Settings:
 
     def connect(self) -> AdminConnection:
         """A connection to the daemon, not yet tried."""
+        from kvtierd.cli.connection import AdminConnection
+
         return AdminConnection(self.target())
 
 

@@ -6,14 +6,16 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from kvtierd.v1 import kvtier_pb2
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
 __all__ = [
     "PIPE_WIDTH",
@@ -80,6 +82,8 @@ def not_in_force(tenant: str, problem: str) -> str:
 
 def console(*, stderr: bool = False) -> Console:
     """A rich console on the current standard output; plain, and so wide that nothing wraps, where that is no terminal."""
+    from rich.console import Console  # not every command shows anything: a daemon's start does without
+
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() else PIPE_WIDTH
     return Console(file=stream, width=width, highlight=False, markup=False, soft_wrap=False)
@@ -90,6 +94,9 @@ def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[objec
 
     Where the terminal is too narrow, text is cut with an ellipsis, or with ``fold`` goes on in the next line.
     """
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(title=title or None, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
     for name in columns:
         right = name.startswith(">")
@@ -100,6 +107,8 @@ def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[objec
 
 
 def _cell(text: str, fold: bool) -> Text:
+    from rich.text import Text
+
     return Text(clean(text)) if fold else Text(clean(text), no_wrap=True, overflow="ellipsis")
 
 

@@ -39,6 +39,16 @@ def test_help_imports_no_command() -> None:
         assert f"\n  {name} " in done.stdout
 
 
+def test_a_daemon_starts_without_what_it_may_not_need() -> None:
+    """Goal: a start is quick. The client, tables for terminals and the HTTP server take a third of it where they are imported."""
+    code = (
+        "import sys, kvtierd.cli.local, kvtierd.service.server\n"
+        "print({'rich', 'aiohttp', 'kvtierd.client', 'kvtierd.cli.connection'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "set()\n", done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("name", [n for n in cli_module._COMMANDS if n not in ("demo", "bench")])
 def test_every_command_has_help(kvtierd: Kvtierd, name: str) -> None:
     result = kvtierd(name, "--help")
