@@ -93,7 +93,7 @@ test-lowest: $(DEV) ## run a part of the tests with the lowest versions of packa
 	@$(LOWEST_VENV)/bin/python -m pip --disable-pip-version-check --quiet --no-input install -r $(LOWEST_VENV)/requirements.txt
 	$(LOWEST_VENV)/bin/python -m pytest -m "not slow and not gpu" tests/cli tests/client tests/service tests/tiers $(SIDE_BY_SIDE) $(TEST_ARGS)
 
-# A bug that the simulation is to find is looked for on all cores. What compares times runs alone. TEST_ARGS may choose nothing of one (5).
+# A bug that the simulation is to find is looked for on one core. What compares times runs alone. TEST_ARGS may choose nothing of one (5).
 test-slow: JOBS = 2
 test-slow: $(DEV) ## run the slow tests, those of Helm and Prometheus apart
 	$(PYTEST) -m "slow and not gpu" --ignore=tests/helm --ignore=tests/observability --ignore=$(TIMING) $(SIDE_BY_SIDE) $(TEST_ARGS) || [ $$? -eq 5 ]

@@ -8,32 +8,42 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
+
+from kvtierd.testing.simulation.disk import HIDDEN, Fault
+from kvtierd.testing.simulation.scenario import Scenario, draw_scenario
+
+OFTEN = 0.02
+"""Probability of a fault from which on a run of a few lives is likely to meet it."""
 
 
 @dataclass(frozen=True)
 class Mutation:
     """One bug.
 
-    ``where`` is "module:function" or "module:Class.method", the module being the one that calls it; ``seeds`` is within how many
-    seeds from ``first`` on it must be found. A rare one has a seed known to find it as its first, and more seeds for when the
-    code has changed what that seed does.
+    ``where`` is "module:function" or "module:Class.method", the module being the one that calls it. It must be found within
+    ``most`` seeds from ``first`` on, of those whose scenario ``suits``: has what the bug is about. A rare one has a seed known to
+    find it as its first, and more seeds for when the code has changed what that seed does.
     """
 
     name: str
     where: str
     old: str
     new: str
-    seeds: int = 1000
+    suits: Callable[[Scenario], bool] = lambda _: True
+    most: int = 1000
     first: int = 0
 
-    def apply(self) -> None:
-        """Put the bug in, for the rest of this process's life."""
-        setattr(*self.made())
+    def seeds(self) -> Iterator[int]:
+        """Those that must find it."""
+        suitable = (seed for seed in itertools.count(self.first) if self.suits(draw_scenario(seed)))
+        return itertools.islice(suitable, self.most)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -60,6 +70,36 @@ class Mutation:
         code = "from __future__ import annotations\n" + source.replace(self.old, self.new)
         exec(compile(code, self.where, "exec"), function.__globals__, made)
         return holder, name, made[name]
+
+
+def is_honest(scenario: Scenario) -> bool:
+    """The disk tells of all that it does wrong: much is excused to the daemon otherwise."""
+    return not any(fault in life.rates for life in scenario.lives for fault in HIDDEN)
+
+
+def meets(scenario: Scenario, *faults: Fault) -> bool:
+    """One of these faults is frequent."""
+    return any(life.rates.get(fault, 0.0) >= OFTEN for life in scenario.lives for fault in faults)
+
+
+def meets_refusals(scenario: Scenario) -> bool:
+    """Reads and writes fail, as the disk tells."""
+    return is_honest(scenario) and meets(scenario, Fault.EIO, Fault.ENOSPC)
+
+
+def meets_short_writes(scenario: Scenario) -> bool:
+    """The disk moves less than it was asked to, and tells."""
+    return is_honest(scenario) and meets(scenario, Fault.SHORT)
+
+
+def is_killed(scenario: Scenario) -> bool:
+    """A process ends in the middle of what it does."""
+    return any(life.die_in_steps >= 0 for life in scenario.lives)
+
+
+def dies_after_evictions(scenario: Scenario) -> bool:
+    """The process is killed soon after an eviction was confirmed, on a disk that has kept what it was given."""
+    return is_honest(scenario) and any(life.die_after_evictions and not life.power_cut for life in scenario.lives)
 
 
 SAVES = "kvtierd.core.saves:Saves."
@@ -123,6 +163,7 @@ CORE = [
         MOVER + "done",
         "if result is Result.OK:",
         "if result is Result.OK or result is Result.IO_ERROR:",
+        meets_refusals,
     ),
     Mutation(
         "a corrupt copy is handed out",
@@ -164,7 +205,7 @@ RECOVERING = [
         "kvtierd.runtime.runtime:recover",
         " + secrets.randbelow(UNTOLD_GENERATIONS)",
         "",
-        seeds=4000,
+        lambda scenario: meets(scenario, Fault.LOST),
         first=20690,
     ),
     Mutation(
@@ -172,8 +213,15 @@ RECOVERING = [
         RECOVERY + "_whole_blocks",
         'np.logical_and.reduceat(fits, starts) & (counts == ordered["shards"][starts])',
         "np.ones(len(starts), bool)",
+        lambda scenario: any(len(n.shard_bytes) > 1 for n in scenario.namespaces) and is_killed(scenario),
     ),
-    Mutation("segments that do not fit are kept", "kvtierd.tiers.nvme_open:fit_capacity", "total <= capacity_bytes", "total"),
+    Mutation(
+        "segments that do not fit are kept",
+        "kvtierd.tiers.nvme_open:fit_capacity",
+        "total <= capacity_bytes",
+        "total",
+        lambda scenario: any(b.config.nvme.capacity < a.config.nvme.capacity for a, b in pairwise(scenario.lives)),
+    ),
     Mutation("snapshots drop all journals", JOURNAL + "commit_snapshot", "n < number - 1", "n <= number"),
     Mutation(
         "a snapshot leaves blocks out", "kvtierd.core.tier_core:TierCore.nvme_entries", "for key in keys:", "for key in keys[1:]:"
@@ -209,7 +257,11 @@ MOVING = [
         "zip(inner.all_slots()[::-1] if not down else inner.all_slots(), sizes, strict=True)",
     ),
     Mutation(
-        "an eviction is confirmed before the disk has it", RUNTIME + "evict", "await asyncio.to_thread(self.nvme.flush)", "pass"
+        "an eviction is confirmed before the disk has it",
+        RUNTIME + "evict",
+        "await asyncio.to_thread(self.nvme.flush)",
+        "pass",
+        dies_after_evictions,
     ),
 ]
 
@@ -219,7 +271,7 @@ STORING = [
         JOURNAL + "flush",
         'self.append(b"")',
         'if self._pending: self.append(b"")',
-        seeds=4000,
+        dies_after_evictions,
         first=1270,
     ),
     Mutation(
@@ -227,15 +279,21 @@ STORING = [
         "kvtierd.tiers.slot_io:page_matches",
         " and bool(page[len(prefix) : _CHECKSUM_END] == xxhash.xxh3_128_digest(payload))",
         "",
+        lambda scenario: not scenario.encrypted and meets(scenario, *HIDDEN),
     ),
     Mutation(
         "a header may be any block's",
         "kvtierd.tiers.record:page_names",
         "page[: len(prefix)] == prefix and ",
         "page[:8] == prefix[:8] and ",
+        lambda scenario: not scenario.encrypted and meets(scenario, Fault.MISDIRECTED, Fault.LOST),
     ),
     Mutation(
-        "an encrypted payload is not authenticated", "kvtierd.tiers.encryption:SlotCipher.decrypt", "return False", "return True"
+        "an encrypted payload is not authenticated",
+        "kvtierd.tiers.encryption:SlotCipher.decrypt",
+        "return False",
+        "return True",
+        lambda scenario: scenario.encrypted and meets(scenario, *HIDDEN),
     ),
     Mutation(
         "a record is written before its bytes",
@@ -248,11 +306,22 @@ STORING = [
         STORE + "_record",
         "results[i] = Result.NO_SPACE if is_exhausted(e) else Result.IO_ERROR",
         "pass",
-        seeds=4000,
-        first=980,
+        meets_refusals,
     ),
-    Mutation("a short write is a whole one", "kvtierd.tiers.slot_io:write_all", "buffers = _rest(buffers, moved)", "buffers = []"),
-    Mutation("a write goes on in the wrong place", "kvtierd.tiers.slot_io:write_all", "offset_bytes += moved", "pass"),
+    Mutation(
+        "a short write is a whole one",
+        "kvtierd.tiers.slot_io:write_all",
+        "buffers = _rest(buffers, moved)",
+        "buffers = []",
+        meets_short_writes,
+    ),
+    Mutation(
+        "a write goes on in the wrong place",
+        "kvtierd.tiers.slot_io:write_all",
+        "offset_bytes += moved",
+        "pass",
+        meets_short_writes,
+    ),
     Mutation(
         "a journal's failed write leaves its size wrong",
         JOURNAL + "append",

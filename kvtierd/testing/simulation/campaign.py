@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing import get_context
 from typing import Any, Final
 
@@ -41,7 +41,7 @@ def _many(seeds: range, jobs: int) -> int:
     failed: list[int] = []
     done = events = 0
     simulated_s = 0.0
-    for outcome in outcomes(seeds, jobs):
+    for outcome in _outcomes(seeds, jobs):
         done += 1
         events += outcome.events
         simulated_s += outcome.simulated_s
@@ -61,19 +61,17 @@ def _many(seeds: range, jobs: int) -> int:
     return int(bool(failed))
 
 
-def outcomes(seeds: range, jobs: int, prepare: Callable[[], object] | None = None) -> Iterator[Outcome]:
-    """Run seeds in as many processes, in each of which ``prepare`` is called before."""
+def _outcomes(seeds: range, jobs: int) -> Iterator[Outcome]:
+    """Run seeds in so many processes, each on a core of its own where there are as many."""
     context = get_context("spawn")
     cores = context.Queue()
     allowed = sorted(os.sched_getaffinity(0))
     for n in range(jobs):
         cores.put(allowed[n % len(allowed)])
-    with context.Pool(jobs, _begin, (cores, prepare)) as pool:
+    with context.Pool(jobs, _begin, (cores,)) as pool:
         yield from pool.imap_unordered(run_seed, seeds, CHUNK)
 
 
-def _begin(cores: Any, prepare: Callable[[], object] | None) -> None:
+def _begin(cores: Any) -> None:
     # One thread runs at a time, and hands over far faster on the same core.
     os.sched_setaffinity(0, {cores.get()})
-    if prepare is not None:
-        prepare()

@@ -21,8 +21,6 @@ from kvtierd.testing.simulation.scenario import MAX_CAPACITY_BYTES, Life, Scenar
 from kvtierd.testing.simulation.syscalls import SimOs
 from kvtierd.testing.simulation.threads import World
 
-ENCRYPTED_OF: Final = 4
-"""One seed of so many encrypts what is on NVMe: the last."""
 STORY_LINES: Final = 60
 """Last events of a run that a failure shows."""
 MAX_TOLD_LINES: Final = 100_000
@@ -93,11 +91,11 @@ class _Run:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.scenario: Scenario = draw_scenario(world.random)
+        self.scenario: Scenario = draw_scenario(world.seed, world.random)
         self.disks = {path: Disk(world, self.scenario.disk_bytes) for path in self.scenario.folders}
         self.files = Files(self.disks)
         self.system = SimOs(world, self.files)
-        if world.seed % ENCRYPTED_OF == ENCRYPTED_OF - 1:
+        if self.scenario.encrypted:
             self.system.key = hashlib.sha256(b"simulated").digest()
         self.contents = Contents(world)
         self.process: Process | None = None

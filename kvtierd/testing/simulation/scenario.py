@@ -16,6 +16,8 @@ SHAPES: Final = [(4096,), (8192,), (4096, 4096), (5000,), (4096, 12_288, 1)]
 """Bytes of each shard."""
 CAPACITIES: Final = (256 * KIB, 512 * KIB, 1024 * KIB)
 MAX_CAPACITY_BYTES: Final = max(CAPACITIES)
+ENCRYPTED_OF: Final = 4
+"""One seed of so many encrypts what is on NVMe: the last."""
 FOLDERS: Final = ("/simulated/a", "/simulated/b")
 KINDS: Final = {"none": (), "told": TOLD, "hidden": HIDDEN, "all": (*TOLD, *HIDDEN)}
 
@@ -48,11 +50,14 @@ class Scenario:
     namespaces: list[Namespace]
     folders: list[str]
     disk_bytes: int
+    encrypted: bool
+    """What is on NVMe is encrypted."""
     lives: list[Life] = field(default_factory=list)
 
 
-def draw_scenario(draw: random.Random) -> Scenario:
-    """The scenario of a seed."""
+def draw_scenario(seed: int, draw: random.Random | None = None) -> Scenario:
+    """The scenario of a seed, drawn from its numbers, of which a run goes on to use the rest."""
+    draw = random.Random(seed) if draw is None else draw
     shapes = draw.sample(SHAPES, draw.choice([1, 1, 2]))
     folders = list(FOLDERS[: draw.choice([1, 1, 2])])
     capacity = draw.choice(CAPACITIES)
@@ -61,6 +66,7 @@ def draw_scenario(draw: random.Random) -> Scenario:
         namespaces=[Namespace(shard_bytes=shape, model="simulated") for shape in shapes],
         folders=folders,
         disk_bytes=int(capacity * draw.choice([1.2, 2.0, 4.0])),
+        encrypted=seed % ENCRYPTED_OF == ENCRYPTED_OF - 1,
     )
     base = _base(draw)
     faults = KINDS[draw.choice(list(KINDS))]
