@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
@@ -191,22 +192,26 @@ def test_evicted_block_stays_away_though_it_was_being_written_down(make_daemon: 
 
 def test_attach_that_is_cancelled_leaves_no_session(make_daemon: MakeDaemon) -> None:
     daemon = make_daemon(server={"max_sessions": 20})
-    for number in range(100):
-        session = RawSession(daemon, PAGE_BYTES)
-        grpc.channel_ready_future(session.channel).result(10)
-        time.sleep(number % 10 * 0.0004)
-        session.close()
+    with ThreadPoolExecutor(8) as closing:
+        for number in range(100):
+            session = RawSession(daemon, PAGE_BYTES)
+            grpc.channel_ready_future(session.channel).result(10)
+            time.sleep(number % 10 * 0.0004)
+            session.stream.cancel()
+            closing.submit(session.close)  # takes 0.2 s where somebody has waited for the channel
     assert until(lambda: no_session(daemon)), f"{len(daemon.status().sessions)} sessions of callers that have gone"
     RawSession(daemon, PAGE_BYTES).welcome()
 
 
 def test_namespace_whose_first_attach_was_cancelled_reaches_nvme(make_daemon: MakeDaemon, make_client: MakeClient) -> None:
     daemon = make_daemon()
-    for number in range(30):
-        session = RawSession(daemon, PAGE_BYTES, model=f"m{number}")
-        grpc.channel_ready_future(session.channel).result(10)
-        time.sleep(0.001 + number % 10 * 0.0006)
-        session.close()
+    with ThreadPoolExecutor(8) as closing:
+        for number in range(30):
+            session = RawSession(daemon, PAGE_BYTES, model=f"m{number}")
+            grpc.channel_ready_future(session.channel).result(10)
+            time.sleep(0.001 + number % 10 * 0.0006)
+            session.stream.cancel()
+            closing.submit(session.close)
     key = os.urandom(32)
     saved = sum(
         make_client(daemon, PAGE_BYTES, model=f"m{number}").save([key], [filled(number, PAGE_BYTES)], wait_s=5).saved

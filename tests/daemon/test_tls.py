@@ -11,7 +11,9 @@ import ipaddress
 import os
 import socket
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -105,6 +107,12 @@ def works(address: str, credentials: grpc.ChannelCredentials | None, token_file:
     return ""
 
 
+def reasons(address: str, *callers: tuple[Any, ...]) -> list[str]:
+    """The same for several at a time: each goes on trying until its time is over."""
+    with ThreadPoolExecutor(len(callers)) as pool:
+        return list(pool.map(lambda caller: works(address, *caller), callers))
+
+
 def trusting(authority: Authority, certificate: tuple[Path, Path] | None = None) -> grpc.ChannelCredentials:
     chain, key = (path.read_bytes() for path in certificate) if certificate else (None, None)
     return grpc.ssl_channel_credentials(authority.ca.read_bytes(), key, chain)
@@ -119,9 +127,10 @@ def test_callers_that_trust_the_daemon_connect_and_nothing_is_plain(
     make_daemon: MakeDaemon, ours: Authority, tmp_path: Path, address: str
 ) -> None:
     daemon = make_daemon(server=tls(address, ours))
-    assert not works(address, trusting(ours))
-    assert "cannot be reached" in works(address, None), "no call without TLS"
-    assert "cannot be reached" in works(address, trusting(Authority(tmp_path / "others")))
+    right, plain, wrong = reasons(address, (trusting(ours),), (None,), (trusting(Authority(tmp_path / "others")),))
+    assert not right
+    assert "cannot be reached" in plain, "no call without TLS"
+    assert "cannot be reached" in wrong
     assert f"whoever reaches {address} may act for every tenant" in daemon.log()
     result = CliRunner().invoke(cli, ["status", "--address", address, "--tls-ca", str(ours.ca)])
     assert result.exit_code == 0, result.output
@@ -131,10 +140,10 @@ def test_client_certificates_are_asked_for(make_daemon: MakeDaemon, ours: Author
     clients, others = Authority(tmp_path / "clients"), Authority(tmp_path / "others")
     daemon = make_daemon(server=tls(address, ours, tls_client_ca=str(clients.ca)))
     mine = clients.issue("engine")
-    assert not works(address, trusting(ours, mine))
-    assert works(address, trusting(ours))
-    assert works(address, trusting(ours, others.issue("engine")))
-    assert works(address, trusting(ours, ours.issue("engine"))), "the daemon's own CA is not its clients'"
+    wrong = (None, others.issue("engine"), ours.issue("engine"))  # the daemon's own CA is not its clients'
+    right, *refused = reasons(address, (trusting(ours, mine),), *((trusting(ours, each),) for each in wrong))
+    assert not right
+    assert all(refused), refused
     assert "whoever reaches" not in daemon.log()
     command = ["status", "--address", address, "--tls-ca", str(ours.ca)]
     assert CliRunner().invoke(cli, command).exit_code == 3
@@ -156,9 +165,10 @@ def test_tokens_are_always_asked_for_on_tcp(
     daemon.token = TOKEN
     daemon.start()
     mine = trusting(ours, ours.issue("engine"))
-    assert "asks for a token" in works(address, mine)
-    assert "does not speak for tenant 'theirs'" in works(address, mine, str(token), "theirs")
-    assert not works(address, mine, str(token), "mine")
+    without, others, own = reasons(address, (mine,), (mine, str(token), "theirs"), (mine, str(token), "mine"))
+    assert "asks for a token" in without
+    assert "does not speak for tenant 'theirs'" in others
+    assert not own
 
 
 def test_tokens_without_tls_are_warned_of(make_daemon: MakeDaemon, tmp_path: Path, address: str) -> None:
@@ -237,13 +247,15 @@ def test_renewed_certificates_are_taken_up_and_broken_ones_are_not(
         assert not works(address, trusting(ours, mine)), "what was read before stays in force"
         key.write_bytes(new[1].read_bytes())
         wait_for(lambda: daemon.log().count("read the certificate") == 1, "a renewed certificate is read")
-        assert "cannot be reached" in works(address, trusting(ours, mine))
-        assert not works(address, trusting(later, mine))
-        assert works(address, trusting(later, theirs)), "its CA is not known yet"
+        former, renewed, unknown = reasons(address, (trusting(ours, mine),), (trusting(later, mine),), (trusting(later, theirs),))
+        assert "cannot be reached" in former
+        assert not renewed
+        assert unknown, "its CA is not known yet"
         os.replace(others.ca, ca)
         wait_for(lambda: daemon.log().count("read the certificate") == 2, "another CA is read")
-        assert not works(address, trusting(later, theirs))
-        assert works(address, trusting(later, mine)), "the CA before is not known any more"
+        known, former = reasons(address, (trusting(later, theirs),), (trusting(later, mine),))
+        assert not known
+        assert former, "the CA before is not known any more"
         ca.unlink()
         wait_for(lambda: "cannot read server.tls_client_ca" in daemon.log(), "a file that is missing is told")
         assert not works(address, trusting(later, theirs))

@@ -11,6 +11,7 @@ import os
 import queue
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,12 @@ def refusal(make_client: MakeClient, daemon: DaemonProcess, **options: Any) -> s
     return str(caught.value)
 
 
+def refusals(make_client: MakeClient, daemon: DaemonProcess, *options: dict[str, Any]) -> list[str]:
+    """The same of several clients at a time: each goes on trying until its time is over."""
+    with ThreadPoolExecutor(len(options)) as pool:
+        return list(pool.map(lambda each: refusal(make_client, daemon, **each), options))
+
+
 def bearer(name: str) -> list[tuple[str, str]]:
     return [("authorization", f"Bearer {SECRETS[name]}")]
 
@@ -95,14 +102,16 @@ def reason_of(call: Callable[[], object]) -> str:
 
 def test_a_call_needs_a_token_that_the_daemon_knows(guarded: Guarded, make_client: MakeClient, tmp_path: Path) -> None:
     daemon = guarded.daemon
-    assert "asks for a token" in refusal(make_client, daemon)
     (tmp_path / "wrong").write_text("x" * 40)
-    assert "does not know this token" in refusal(make_client, daemon, token_file=tmp_path / "wrong")
-    assert "cannot read the token file" in refusal(make_client, daemon, token_file=tmp_path / "none")
     os.mkfifo(tmp_path / "pipe")
-    assert "it is no plain file" in refusal(make_client, daemon, token_file=tmp_path / "pipe")
     (tmp_path / "empty").write_text(" \n")
-    assert "holds no token" in refusal(make_client, daemon, token_file=tmp_path / "empty")
+    files = [{"token_file": tmp_path / name} for name in ("wrong", "none", "pipe", "empty")]
+    without, wrong, none, pipe, empty = refusals(make_client, daemon, {}, *files)
+    assert "asks for a token" in without
+    assert "does not know this token" in wrong
+    assert "cannot read the token file" in none
+    assert "it is no plain file" in pipe
+    assert "holds no token" in empty
     client = make_client(daemon, SIZE, token_file=guarded.token("engine"))
     key, block = os.urandom(32), os.urandom(SIZE)
     assert client.save([key], [block]).saved == 1
@@ -186,8 +195,11 @@ def test_the_command_line_shows_a_token(guarded: Guarded) -> None:
 
 def test_a_token_speaks_for_its_tenants_only(guarded: Guarded, make_client: MakeClient) -> None:
     daemon = guarded.daemon
-    assert "does not speak for tenant 'team'" in refusal(make_client, daemon, token_file=guarded.token("engine"), tenant="team")
-    assert "does not speak for tenant 'default'" in refusal(make_client, daemon, token_file=guarded.token("operator"))
+    engine, operator = refusals(
+        make_client, daemon, {"token_file": guarded.token("engine"), "tenant": "team"}, {"token_file": guarded.token("operator")}
+    )
+    assert "does not speak for tenant 'team'" in engine
+    assert "does not speak for tenant 'default'" in operator
     team = make_client(daemon, SIZE, token_file=guarded.token("team"), tenant="team")
     key = os.urandom(32)
     assert team.save([key], [bytes(SIZE)]).saved == 1
@@ -315,9 +327,8 @@ def test_no_token_is_in_logs_errors_metrics_or_configuration(
 ) -> None:
     guarded = Guarded(make_daemon, tmp_path)
     daemon = guarded.daemon
-    told = []
-    for name in ("engine", "team"):
-        told.append(refusal(make_client, daemon, token_file=guarded.token(name), tenant="nobody's"))
+    theirs = [{"token_file": guarded.token(name), "tenant": "nobody's"} for name in ("engine", "team")]
+    told = refusals(make_client, daemon, *theirs)
     make_client(daemon, SIZE, token_file=guarded.token("engine")).save([os.urandom(32)], [bytes(SIZE)])
     guarded.file.write_text(f'[tokens.engine]\ntoken = "{SECRETS["engine"]}"\nspelled = "{SECRETS["team"]}"\n')
     assert until(lambda: "stay in force" in daemon.log())
