@@ -98,12 +98,24 @@ def test_the_gpu_variant_differs_by_the_gpu_alone() -> None:
     assert variant == plain
 
 
-def test_daemonset_keeps_its_folder_over_an_upgrade() -> None:
+def nvme_paths(manifests: Manifests, folder: Path) -> set[str]:
+    """Folders of the node that the NVMe tier lies in; fails where one goes with the pod."""
+    pod = pod_of(manifests)
+    mounts = mounts_of(daemon_of(pod), pod)
+    return {mounts[str(path)]["hostPath"]["path"] for path in loaded(manifests, folder).nvme.folders}
+
+
+def test_an_upgrade_keeps_what_is_on_nvme(tmp_path: Path) -> None:
+    """The next pod finds the folder of the last one, and no other daemon of the node has it."""
     manifests = read("daemonset")
     [daemonset] = [m for (kind, _), m in manifests.items() if kind == "DaemonSet"]
     assert daemonset["spec"]["updateStrategy"] == {"rollingUpdate": {"maxUnavailable": 1}}
-    pod = pod_of(manifests)
-    assert mounts_of(daemon_of(pod), pod)["/nvme/0"]["hostPath"]["path"] == "/var/lib/kvtierd"
+    of_node = nvme_paths(manifests, tmp_path)
+    assert of_node == {"/var/lib/kvtierd"}
+    for name in SIDECARS:
+        of_pod = nvme_paths(read(name), tmp_path)
+        assert of_pod.isdisjoint(of_node)
+        assert [kind for kind, _ in read(name)].count("Pod") == 1, "one pod by its name: two are never there at once"
 
 
 # ---- docs/kubernetes.md
