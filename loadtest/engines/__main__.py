@@ -2,12 +2,13 @@
 
     .venv/bin/python -m loadtest.engines --seconds 80 --faults "20:kill:1 35:stop:2 50:client 60:disk-full:4"
     .venv/bin/python -m loadtest.engines --workload agents --contexts 1 --tenants 4      # options of loadtest/workloads.py
+    .venv/bin/python -m loadtest.engines --mix save=20,load=70,evict=10                  # each request does one of them
     .venv/bin/python -m loadtest.engines --trace loadtest/traces/conversation_excerpt.jsonl --speedup 20
 
-Engines look up each request's blocks, load what is held, save the rest, and check every byte. Requests begin when the trace says,
-faster by --speedup; latencies count from then. Ends with status 1 where a byte was wrong, with 2 where the run cannot be or has
-failed, and with 3 where the load generator itself was too slow for its figures to mean the daemon. Results go to --output as
-report.html, summary.md and result.json.
+Engines look up each request's blocks, load what is held, save the rest, and check every byte; with --mix, a request does one of
+these alone: load (with its lookup), save, or evict. Requests begin when the trace says, faster by --speedup; latencies count from
+then. Ends with status 1 where a byte was wrong, with 2 where the run cannot be or has failed, and with 3 where the load generator
+itself was too slow for its figures to mean the daemon. Results go to --output as report.html, summary.md and result.json.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from kvtierd.model import PAGE_BYTES
 from kvtierd.replay.trace import TraceError
 from kvtierd.units import parse_size
 from loadtest.engines.figures import result
-from loadtest.engines.plan import FaultKind, PlanError, Settings, items_of, load_requests, parse_faults
+from loadtest.engines.plan import MIX, FaultKind, PlanError, Settings, items_of, load_requests, parse_faults, parse_mix
 from loadtest.engines.run import Run, RunError
 from loadtest.engines.show import View, tables
 from loadtest.workloads import KINDS, number
@@ -60,10 +61,13 @@ def parser() -> argparse.ArgumentParser:
         ("threads", int, 1, 256, 32, "requests that an engine works on at the same time"),
         ("shards", int, 1, 64, 2, "tensor parallel ranks of an engine"),
         ("shard-kib", int, 1, 1 << 20, 32, "size of one rank's part of a block"),
-        ("evict", float, 0, 1, 0.02, "share of requests that evict their blocks at the end"),
         ("late-limit", float, 0, 1e6, 0.1, "most p99 of the generator's own delay, s"),
     ):
         made.add_argument(f"--{name}", type=number(kind, least, most), default=default, help=f"{what} (default {default})")
+    steps = made.add_mutually_exclusive_group()
+    evict = "share of requests that evict their blocks at the end (default 0.02)"
+    steps.add_argument("--evict", type=number(float, 0, 1), default=0.02, help=evict)
+    steps.add_argument("--mix", help=f"weights of requests that do one step each, such as {MIX}, in place of what engines do")
     made.add_argument("--cpu", type=_size, default="96MiB", help="the daemon's CPU tier (default 96MiB)")
     made.add_argument("--nvme", type=_size, default="512MiB", help="the daemon's NVMe tier (default 512MiB)")
     made.add_argument("--faults", default="", help=f'schedule of SECOND:KIND:SECONDS, such as "{EXAMPLE}"')
@@ -94,7 +98,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
     shard_bytes = -(-args.shard_kib * 1024 // PAGE_BYTES) * PAGE_BYTES
     return Settings(
         args.seconds, args.speedup, args.processes, args.engines, args.threads, args.shards, shard_bytes, args.cpu, args.nvme,
-        args.evict, args.run_seed, args.late_limit, faults,
+        args.evict, args.run_seed, args.late_limit, faults, mix=() if args.mix is None else parse_mix(args.mix),
     )  # fmt: skip
 
 

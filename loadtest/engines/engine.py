@@ -26,7 +26,7 @@ from kvtierd.client.results import UNAVAILABLE
 from kvtierd.demo.daemon import die_with_parent
 from kvtierd.errors import DaemonUnavailableError, KvtierdError, Reason
 from loadtest.engines.contents import Words, fill, wrong_bytes
-from loadtest.engines.plan import Item, Job
+from loadtest.engines.plan import Item, Job, Step
 
 ATTACH_TIMEOUT_S = 30.0
 CALL_TIMEOUT_S = 2.0
@@ -111,7 +111,7 @@ class Ranks:
 
 
 class Engine:
-    """One engine: looks up, loads what is held, computes the rest and saves it."""
+    """One engine: looks up, loads what is held, computes the rest and saves it; or one of these, where the run has a mix."""
 
     def __init__(self, job: Job, name: str) -> None:
         self._job = job
@@ -144,7 +144,7 @@ class Engine:
             request.troubles[f"error: {e}"[:120]] += 1
         self.records.append(
             Record(
-                item.number, item.tenant, item.due_s, dispatched_s, began_s, self._now(), len(item.blocks), tuple(request.calls),
+                item.number, item.tenant, item.due_s, dispatched_s, began_s, self._now(), request.asked, tuple(request.calls),
                 dict(request.hits), request.lost, request.saved, request.wrong, dict(request.troubles),
             )
         )  # fmt: skip
@@ -180,25 +180,36 @@ class _Request:
         self.calls: list[Call] = []
         self.hits: Counter[str] = Counter()
         self.troubles: Counter[str] = Counter()
-        self.lost = self.saved = self.wrong = 0
+        self.asked = self.lost = self.saved = self.wrong = 0
 
     def run(self) -> None:
         """All of it. Raises KvtierdError for what no cache's user is to see."""
-        item, engine, client = self._item, self._engine, self._engine.client
+        steps = self._item.steps
+        reached = self._look() if Step.LOAD in steps else True
+        have = self.hits.total()
+        if Step.SAVE in steps and reached and have < len(self._keys):
+            with self._engine.timed(self.calls, "save", self._due_s()):
+                self._save(have)
+        if Step.EVICT in steps:
+            with self._engine.timed(self.calls, "evict", self._due_s()):
+                self._engine.client.evict(self._keys, tenant=self._item.tenant)
+
+    def _due_s(self) -> float | None:
+        """When the call to come was meant to begin: the first one with the request, another one when those before it have ended."""
+        return None if self.calls else self._item.due_s
+
+    def _look(self) -> bool:
+        """Look up, and load what is held. Returns whether the daemon answered."""
+        item, engine = self._item, self._engine
+        self.asked = len(self._keys)
         with engine.timed(self.calls, "lookup", item.due_s):
-            found = client.lookup(self._keys, tenant=item.tenant)
+            found = engine.client.lookup(self._keys, tenant=item.tenant)
         self._note("lookup", found.reason)
         # Of all blocks: what is missing counts in the daemon's hit rate. The time is one of loads that bring something.
         with engine.timed(self.calls, "load", item.due_s) if found.held else contextlib.nullcontext():
             self._load()
         self.lost = max(0, found.held - self.hits.total())
-        missing = len(self._keys) - self.hits.total()
-        if missing and found.reason is not Reason.UNSPECIFIED:
-            with engine.timed(self.calls, "save"):
-                self._save(len(self._keys) - missing)
-        if item.evict:
-            with engine.timed(self.calls, "evict"):
-                client.evict(self._keys, tenant=item.tenant)
+        return found.reason is not Reason.UNSPECIFIED
 
     def _note(self, call: str, reason: Reason | None) -> None:
         if reason not in (None, Reason.NOT_FOUND):

@@ -14,7 +14,7 @@ from typing import Any
 import kvtierd
 from kvtierd.bench.measure import cpu_model
 from loadtest.engines.engine import Record
-from loadtest.engines.plan import FaultKind, Item, Settings
+from loadtest.engines.plan import FaultKind, Item, Mix, Settings, Step
 from loadtest.engines.run import Progress
 from loadtest.engines.watch import Sample, Watched
 
@@ -178,13 +178,17 @@ def ideal(items: list[Item]) -> float:
     found = asked = 0
     for item in items:
         known = seen[item.tenant]
-        for block in item.blocks:
-            if block not in known:
-                break
-            found += 1
-        known.update(item.blocks)
-        asked += len(item.blocks)
+        if Step.LOAD in item.steps:
+            found += next((at for at, block in enumerate(item.blocks) if block not in known), len(item.blocks))
+            asked += len(item.blocks)
+        if Step.SAVE in item.steps:
+            known.update(item.blocks)
     return round(found / max(asked, 1), 4)
+
+
+def mix_text(mix: Mix) -> str:
+    """As the command line has it."""
+    return ",".join(f"{step.value}={weight:g}" for step, weight in mix)
 
 
 def result(command: str, settings: Settings, items: list[Item], progress: Progress, watched: Watched) -> dict[str, Any]:
@@ -208,7 +212,7 @@ def result(command: str, settings: Settings, items: list[Item], progress: Progre
             "block_bytes": block_bytes,
             "cpu": settings.cpu,
             "nvme": settings.nvme,
-            "evict": settings.evict,
+            **({"mix": mix_text(settings.mix)} if settings.mix else {"evict": settings.evict}),
             "seed": settings.seed,
             "requests": len(items),
             "distinct_blocks": len({(i.tenant, b) for i in items for b in i.blocks}),

@@ -14,14 +14,14 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from loadtest.engines.figures import CALLS
 from loadtest.engines.show import again
 
-CALLS = ("lookup", "load", "save")
 TIER_COLOURS = {"hbm": "#7b3294", "cpu": "#2b83ba", "nvme": "#fdae61"}
 WIDTH_IN = 10.0
 MEANT = (
     "Latencies count from the moment when a call was meant to begin: lookups and loads from the time that the trace gives the "
-    "request, saves from the end of the load. Waiting for a thread of the engine is part of it"
+    "request, saves from the end of the load (of a mix, from the request's time). Waiting for a thread of the engine is in it"
 )
 Rows = list[list[str]]
 STYLE = """
@@ -221,7 +221,7 @@ def page(found: dict[str, Any]) -> str:
         f"<p>{html.escape(_where(found))}</p><p>{html.escape(_parameters(found))}</p>",
         *(f'<p class="{"good" if well else "bad"}">{html.escape(line)}</p>' for line in said),
         *(_table(head, rows) for head, rows in _rows(found) if rows),
-        *(_latency(call, found) for call in CALLS),
+        *(_latency(call, found) for call in CALLS if call in found["latency"]),
         *(draw(found) for draw in (_hits, _tenants, _tiers, _memory, _troubles, _busy)),
         f"<p>{MEANT}. Shaded: faults.</p>",
         f"<details><summary>Load generator</summary><pre>{html.escape(json.dumps(found['generator'], indent=1))}</pre></details>",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import heapq
+import math
 import random
 from dataclasses import dataclass
 from enum import Enum
@@ -16,12 +17,29 @@ from loadtest.workloads import parser_of, trace
 MAX_FAULTS = 32
 DEFAULT_S = 2.0
 MAX_REQUESTS = 200_000
+MIX = "save=20,load=70,evict=10"
 TENANT = "default"
 """Who asks where a trace names nobody."""
 
 
 class PlanError(Exception):
     """A run that cannot be. The text says why."""
+
+
+class Step(Enum):
+    """What a request can do, in this order; the value is the word of --mix."""
+
+    LOAD = "load"
+    """Look up, and load what is held."""
+    SAVE = "save"
+    """Save what it has not loaded."""
+    EVICT = "evict"
+    """Evict its blocks."""
+
+
+AS_AN_ENGINE = (Step.LOAD, Step.SAVE)
+Mix = tuple[tuple[Step, float], ...]
+"""Steps with their weights."""
 
 
 class FaultKind(Enum):
@@ -61,8 +79,8 @@ class Item:
     """After the begin of the run. Latencies count from here."""
     tenant: str
     blocks: tuple[int, ...]
-    evict: bool
-    """What it has used is evicted when it has ended."""
+    steps: tuple[Step, ...]
+    """What it does."""
 
 
 @dataclass(frozen=True)
@@ -103,11 +121,37 @@ class Settings:
     late_limit_s: float
     faults: tuple[Fault, ...] = ()
     source: str = ""
+    mix: Mix = ()
+    """Of requests that do one step each; without one they do what an engine does."""
 
     def job(self, number: int, address: str, items: list[Item]) -> Job:
         """The work of one process."""
         engines = len(range(number, self.engines, self.processes))
         return Job(number, address, items, engines, self.threads, self.shards, self.shard_bytes, self.seed)
+
+
+def parse_mix(text: str) -> Mix:
+    """``"save=20,load=70,evict=10"``: weights of requests that do one step each; what is not named is not done.
+
+    Raises:
+        PlanError: names the part that is none.
+    """
+    words = {step.value: step for step in Step}
+    weights: dict[Step, float] = {}
+    for part in text.split(","):
+        word, _, weight = (piece.strip() for piece in part.partition("="))
+        try:
+            step, value = words[word], float(weight)
+        except (KeyError, ValueError):
+            raise PlanError(f"--mix: {part!r} is not STEP=WEIGHT with a step of {', '.join(words)}, as in {MIX}") from None
+        if not (math.isfinite(value) and value >= 0):
+            raise PlanError(f"--mix: the weight of {part!r} is not a number from 0 on")
+        if step in weights:
+            raise PlanError(f"--mix: {word} is there twice")
+        weights[step] = value
+    if not any(weights.values()):
+        raise PlanError("--mix: all weights are 0: one at least must be above")
+    return tuple((step, weight) for step, weight in weights.items() if weight)
 
 
 def parse_faults(text: str) -> tuple[Fault, ...]:
@@ -179,8 +223,15 @@ def load_requests(path: Path | None, kind: str, settings: Settings, rest: list[s
 def items_of(requests: list[Request], settings: Settings) -> list[Item]:
     """The requests in the time of the run."""
     rng = random.Random(f"{settings.seed}/evict")
+    steps, weights = [step for step, _ in settings.mix], [weight for _, weight in settings.mix]
+
+    def drawn() -> tuple[Step, ...]:
+        if steps:
+            return tuple(rng.choices(steps, weights))
+        return (*AS_AN_ENGINE, Step.EVICT) if rng.random() < settings.evict else AS_AN_ENGINE
+
     return [
-        Item(number, request.at_s / settings.speedup, request.tenant or TENANT, request.blocks, rng.random() < settings.evict)
+        Item(number, request.at_s / settings.speedup, request.tenant or TENANT, request.blocks, drawn())
         for number, request in enumerate(request for request in requests if request.blocks)
     ]
 

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import grpc
 import numpy as np
 import pytest
 
+from kvtierd.replay.trace import Request
 from kvtierd.testing.daemon import DaemonProcess
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,7 +61,7 @@ def test_a_run_with_faults(tmp_path: Path) -> None:
     assert stopped["count"] > 4, "two engines go on asking a daemon that stands still"
     assert stopped["p50"] > 200, "and each of their requests has waited for it"
     report = (tmp_path / "report.html").read_text()
-    assert report.count("<svg") == 9
+    assert report.count("<svg") == 6 + len(set(found["latency"]) - {"request"})
     assert not any(word in report for word in ("<script", " src=", ' href="http', "<link", "@import"))
 
 
@@ -95,6 +97,15 @@ def test_schedules_that_cannot_be(text: str, why: str) -> None:
         ("--trace x --rate 2", "a trace has no options of a generator"),
         ("--rate 0", "--rate: '0' is not a number from"),
         ("--seconds 20 --faults 32:stop", "LOAD_FAULTS"),
+        ("--mix save", "--mix: 'save' is not STEP=WEIGHT with a step of load, save, evict"),
+        ("--mix save=1,lod=2", "'lod=2' is not STEP=WEIGHT"),
+        ("--mix save=1,load=x", "'load=x' is not STEP=WEIGHT"),
+        ("--mix=", "--mix: '' is not STEP=WEIGHT"),
+        ("--mix save=-1", "not a number from 0 on"),
+        ("--mix save=inf", "not a number from 0 on"),
+        ("--mix save=1,save=2", "save is there twice"),
+        ("--mix save=0,evict=0", "all weights are 0"),
+        ("--mix save=1 --evict 0.1", "not allowed with"),
         ("--seconds 20 --faults 3:stop:9999", "does not fit into the run"),
         ("--conversations=1 --output {file}", "results cannot be written to --output"),
         ("--conversations=1 --output {file}/below", "results cannot be written to --output"),
@@ -152,13 +163,59 @@ def test_a_run_that_is_ended_leaves_no_daemon(tmp_path: Path, number: signal.Sig
     assert not still
 
 
+def requests(count: int) -> list[Any]:
+    return [Request(n / 10, (n % 7, n % 7 + 1), "t") for n in range(count)]
+
+
+def test_requests_of_a_mix_do_one_step_each_by_its_weights() -> None:
+    mix = plan.parse_mix(" save = 20, load=70,evict=10")
+    assert figures.mix_text(mix) == "save=20,load=70,evict=10"
+    items = plan.items_of(requests(2000), replace(SETTINGS, mix=mix))
+    counts = Counter(i.steps for i in items)
+    for step, share in ((plan.Step.SAVE, 0.2), (plan.Step.LOAD, 0.7), (plan.Step.EVICT, 0.1)):
+        assert counts.pop((step,)) / 2000 == pytest.approx(share, abs=0.05)
+    assert not counts
+    assert {i.steps for i in plan.items_of(requests(50), replace(SETTINGS, mix=plan.parse_mix("save=1,load=0")))} == {
+        (plan.Step.SAVE,)
+    }
+    engines = {i.steps for i in plan.items_of(requests(200), replace(SETTINGS, evict=0.5))}
+    assert engines == {plan.AS_AN_ENGINE, (*plan.AS_AN_ENGINE, plan.Step.EVICT)}
+
+
+def test_what_a_cache_could_find_of_a_mix() -> None:
+    """Only loads ask, and only what was saved can be found."""
+
+    def item(number: int, step: Any, *blocks: int) -> Any:
+        return plan.Item(number, number / 10, "t", blocks, (step,))
+
+    load, save, evict = plan.Step.LOAD, plan.Step.SAVE, plan.Step.EVICT
+    items = [item(0, load, 1, 2), item(1, save, 1, 2), item(2, load, 1, 2, 3), item(3, evict, 1, 2), item(4, load, 1)]
+    assert figures.ideal(items) == pytest.approx(3 / 6)
+
+
+@pytest.mark.slow
+def test_a_run_with_a_mix(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "loadtest.engines", "--seconds", "4", "--speedup", "1", "--mix", "save=40,load=50,evict=10"]
+    sizes = ["--engines", "2", "--cpu", "4MiB", "--nvme", "64MiB", "--late-limit", "5", "--output", tmp_path]
+    done = subprocess.run([*command, *TRAFFIC.split(), *sizes], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "result.json").read_text())
+    calls = {name: row["count"] for name, row in found["latency"].items()}
+    made = calls["request"]
+    assert calls["lookup"] + calls["save"] + calls["evict"] == made, "one step each"
+    assert calls["save"] > made / 4 and calls["evict"] and 0 < calls["load"] <= calls["lookup"]
+    assert found["saved_blocks"] > 0 and found["wrong_bytes"] == 0
+    assert 0 < found["hits"]["hit_ratio"] <= found["parameters"]["ideal_hit_ratio"]
+    assert found["parameters"]["mix"] == "save=40,load=50,evict=10"
+
+
 def test_schedules_and_shares() -> None:
     assert plan.parse_faults("9:client 2:disk-full:4 3:stop") == (
         plan.Fault(2, plan.FaultKind.DISK_FULL, 4),
         plan.Fault(3, plan.FaultKind.STOP, 2),
         plan.Fault(9, plan.FaultKind.CLIENT, 2),
     )
-    items = [plan.Item(n, n / 10, "t", (1,), False) for n in range(10)]
+    items = [plan.Item(n, n / 10, "t", (1,), plan.AS_AN_ENGINE) for n in range(10)]
     shares = plan.split(items, SETTINGS)
     assert [i.number for i in shares[0]] == [0, 2, 3, 5, 6, 8, 9], "engines 0 and 2 of three"
     assert [i.number for i in shares[1]] == [1, 4, 7]
