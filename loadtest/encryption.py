@@ -12,9 +12,7 @@ from __future__ import annotations
 import argparse
 import mmap
 import os
-import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtierd.config import NvmeConfig
+from kvtierd.lifetime import end_in_order, scratch_folder
 from kvtierd.model import Namespace, Result, slot_id
 from kvtierd.tiers.base import BlockIo, RealmInfo
 from kvtierd.tiers.encryption import TAG_BYTES, SlotCipher
@@ -123,13 +122,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--mib", type=int, default=256, help="of each round, each way (default 256)")
     args = parser.parse_args()
+    end_in_order()
     rows = []
     for size in (256 << 10, 2 * MIB, 8 * MIB):
-        folder = Path(tempfile.mkdtemp(prefix="kvtierd-encryption-", dir=args.folder))
-        try:
+        with scratch_folder(args.folder, "kvtierd-encryption-") as folder:
             rows += measured(folder, size, args)
-        finally:
-            shutil.rmtree(folder)
     print("| | plain GB/s | encrypted GB/s | ratio | its quartiles | plain CPU s/GB | encrypted CPU s/GB |")
     print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     print("\n".join(rows))

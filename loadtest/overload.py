@@ -24,6 +24,7 @@ from pathlib import Path
 from raw_stream import RawStream
 
 from kvtierd.client import Client
+from kvtierd.lifetime import end_in_order, scratch_folder, tied
 from kvtierd.model import Namespace
 from kvtierd.testing.daemon import DaemonProcess
 from kvtierd.v1 import kvtier_pb2 as pb
@@ -186,8 +187,9 @@ def main() -> int:
     if args.generate:
         generate(args.generate, args.call, args.sessions, args.keys, args.rate, args.seconds)
         return 0
-    with tempfile.TemporaryDirectory(prefix="kvtierd-overload-") as folder:
-        daemon = DaemonProcess(Path(folder), {"nvme": {"capacity": 0}, "log": {"slow": 0}}).start()
+    end_in_order()
+    with scratch_folder(Path(tempfile.gettempdir()), "kvtierd-overload-") as folder:
+        daemon = DaemonProcess(folder, {"nvme": {"capacity": 0}, "log": {"slow": 0}}, tie=True).start()
         client = Client(SPACE, daemon.address, require=True, timeout_s=30)
         try:
             figures = measure(args, daemon, client)
@@ -210,7 +212,7 @@ def measure(args: argparse.Namespace, daemon: DaemonProcess, client: Client) -> 
         "--sessions", str(args.sessions // args.processes), "--rate", str(args.rate / args.processes),
         "--seconds", str(args.seconds),
     ]  # fmt: skip
-    makers = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(args.processes)]
+    makers = [subprocess.Popen(tied(command), stdout=subprocess.PIPE) for _ in range(args.processes)]
     time.sleep(args.seconds / 4)
     rss = [rss_bytes(daemon.pid)]
     beside = []

@@ -20,6 +20,7 @@ import grpc
 import tomli_w
 
 from kvtierd.bench.measure import BenchError, filesystem_of, status_bytes
+from kvtierd.lifetime import scratch_folder, tied
 from kvtierd.v1 import admin_pb2, admin_pb2_grpc
 
 POLL_S: Final = 0.005
@@ -46,17 +47,14 @@ def work_folder(parent: Path | None) -> Iterator[Path]:
         BenchError: it cannot be made, or is not on a disk.
     """
     where = parent or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    try:
-        where.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix="kvtierd-bench-", dir=where))
-    except OSError as e:
-        raise BenchError(f"cannot make a folder in {where}: {e.strerror}; name another with --folder") from e
-    try:
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = stack.enter_context(scratch_folder(where, "kvtierd-bench-"))
+        except OSError as e:
+            raise BenchError(f"cannot make a folder in {where}: {e.strerror}; name another with --folder") from e
         if filesystem_of(folder).startswith(("tmpfs", "ramfs", "overlay")):
             raise BenchError(f"{where} is no disk ({filesystem_of(folder)}); name a folder on one with --folder")
         yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def need_space(folder: Path, size_bytes: int) -> None:
@@ -80,8 +78,8 @@ class BenchDaemon:
     def __init__(self, folder: Path, tables: Tables) -> None:
         self._folder = folder
         # A unix socket's path has at most 107 bytes, and the folder may be a deep one.
-        self._sockets = Path(tempfile.mkdtemp(prefix="kvtb-"))
-        self._socket = self._sockets / "d.sock"
+        self._sockets = contextlib.ExitStack()
+        self._socket = self._sockets.enter_context(scratch_folder(Path(tempfile.gettempdir()), "kvtb-")) / "d.sock"
         self.address = f"unix:{self._socket}"
         self._log = folder / "log"
         config: dict[str, Any] = {name: dict(table) for name, table in tables.items()}
@@ -108,8 +106,8 @@ class BenchDaemon:
         env = clean | {"KVTIERD_CONFIG": str(self._folder / "kvtierd.toml")}
         began_s = time.perf_counter()
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvtierd", "serve"], env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            self._process = subprocess.Popen(  # noqa: S603 - this interpreter
+                tied([sys.executable, "-m", "kvtierd", "serve"]), env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
         while not self._answers():
             if self._process.poll() is not None:
@@ -175,7 +173,7 @@ class BenchDaemon:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         # What is measured is not kept: nothing to write down first.
         self.kill()
-        shutil.rmtree(self._sockets, ignore_errors=True)
+        self._sockets.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

@@ -19,6 +19,7 @@ import click
 
 from kvtierd import __version__
 from kvtierd.errors import ConfigError, DaemonUnavailableError, KvtierdError, RequestError
+from kvtierd.lifetime import end_in_order
 
 __all__ = ["EXIT_FAILED", "EXIT_UNREACHABLE", "EXIT_USAGE", "cli", "main"]
 
@@ -163,6 +164,7 @@ def _give_output_up() -> None:
 
 def main(args: list[str] | None = None) -> NoReturn:
     """Entry point of the ``kvtierd`` command. Never returns: exits with the code of the outcome."""
+    end_in_order()
     try:
         result = cli.main(args, prog_name="kvtierd", standalone_mode=False)
     except click.ClickException as e:

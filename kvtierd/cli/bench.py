@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +53,6 @@ def bench(*, as_json: bool, output: Path | None, check: bool, **options: Any) ->
     Starts a daemon of its own in a temporary folder and removes everything at the end. Limits and figures are taken in turn,
     so that other work on the machine hits both alike; still, a quiet machine gives the better answer.
     """
-    # A terminated benchmark must still end its daemon and remove its files.
-    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(143))
     errors = Console(stderr=True)
     try:
         chosen = plan(**{**options, "address": options["address"] or _global_address()})

@@ -7,7 +7,6 @@ import mmap
 import os
 import socket
 import stat
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from kvtierd.cli.findings import Finding, Host, Level
 from kvtierd.cli.output import format_bytes
 from kvtierd.config import Config
 from kvtierd.errors import StartupError
+from kvtierd.lifetime import scratch_folder
 from kvtierd.tiers.encryption import read_key
 
 __all__ = [
@@ -150,11 +150,11 @@ def measure(folder: Path, size_bytes: int) -> Speed:
     if total <= 0:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with (
-        tempfile.TemporaryDirectory(prefix=".kvtierd-doctor-", dir=folder) as scratch,
+        scratch_folder(folder, ".kvtierd-doctor-") as scratch,
         mmap.mmap(-1, IO_BYTES) as buffer,
     ):
         buffer.write(os.urandom(IO_BYTES))  # a disk or file system that compresses must not look fast
-        path = Path(scratch) / "probe"
+        path = scratch / "probe"
         with _open(path, os.O_RDWR | os.O_CREAT) as (fd, direct):
             done, write_s = _timed_io(fd, buffer, total, write=True)
             if not direct:

@@ -6,8 +6,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import signal
-import sys
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,13 +16,14 @@ from kvtierd.cli import CliConfigError, CliError
 from kvtierd.cli.options import NumberRange
 from kvtierd.config import parse_size
 from kvtierd.demo.content import BLOCK_BYTES
-from kvtierd.demo.daemon import demo_folder, filesystem_of
+from kvtierd.demo.daemon import filesystem_of
 from kvtierd.demo.progress import summary, verdict
 from kvtierd.demo.report import plot, result_table
 from kvtierd.demo.run import Demo, DemoError, Options
 from kvtierd.demo.trace import EXCERPT_REQUESTS, default_trace
 from kvtierd.demo.view import View
 from kvtierd.demo.worker import BATCH
+from kvtierd.lifetime import keep, scratch_folder
 from kvtierd.replay.trace import Request, TraceError, read_trace
 
 LATE_S: Final = 30.0
@@ -88,14 +87,14 @@ def demo(**given: Any) -> None:
     if not given["no_plot"]:
         given["no_plot"] = not _can_plot(given["plot_path"])
     base = given["folder"] or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvtierd"
-    # A terminated demo must still end its children and remove its files.
-    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(143))
     console = Console(stderr=given["as_json"])
     with contextlib.ExitStack() as stack:
         try:
-            folder = stack.enter_context(demo_folder(base, keep=given["keep"]))
+            folder = stack.enter_context(scratch_folder(base, "demo-"))
         except OSError as e:
             raise CliConfigError(f"cannot make a folder in {base}: {e.strerror}; name another with --folder") from e
+        if given["keep"]:
+            keep(folder)
         try:
             wrong = _run(given, requests, folder, console)
         except DemoError as e:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import click
@@ -90,6 +91,7 @@ def serve(
         return
     from kvtierd.service.server import run
 
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until the daemon itself listens to it, and after that
     ctx.exit(run(loaded))
 
 

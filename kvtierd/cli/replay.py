@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import secrets
-import signal
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -223,8 +221,6 @@ def _or(given: tuple[float | None] | None, default_s: float | None) -> float | N
 def _through_daemon(ctx: click.Context, address: str, requests: list[Request], given: dict[str, Any]) -> dict[str, Any]:
     from kvtierd.replay.daemon import DaemonReplay, DaemonSettings, ReplayError
 
-    # A replay that is terminated must still take its blocks back.
-    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(143))
     settings = ctx.ensure_object(Settings)
     settings.address = address
     seed = secrets.randbits(31) if given["seed"] is None else given["seed"]

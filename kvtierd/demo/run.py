@@ -14,10 +14,11 @@ from typing import Final
 
 import grpc
 
-from kvtierd.demo.daemon import DemoDaemon, undisturbed
+from kvtierd.demo.daemon import DemoDaemon
 from kvtierd.demo.progress import Progress, Sample
 from kvtierd.demo.worker import Ended, Job, Outcome, work
 from kvtierd.errors import StartupError
+from kvtierd.lifetime import undisturbed
 from kvtierd.model import Tier
 from kvtierd.replay.trace import Request
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvtierd.client import Client
 from kvtierd.demo.content import BLOCK_BYTES, Words, fill, keys_of, namespace, spoil, wrong_bytes
-from kvtierd.demo.daemon import die_with_parent
+from kvtierd.lifetime import die_with_parent
 from kvtierd.model import Tier
 from kvtierd.replay.trace import Request
 

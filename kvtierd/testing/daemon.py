@@ -17,6 +17,7 @@ import grpc
 import tomli_w
 
 from kvtierd.errors import StartupError
+from kvtierd.lifetime import tied
 from kvtierd.v1 import admin_pb2 as pb
 from kvtierd.v1 import admin_pb2_grpc
 
@@ -40,9 +41,10 @@ class DaemonProcess:
     Args:
         folder: for sockets, configuration, log and, unless configured otherwise, the NVMe pool.
         config: tables that go into the configuration, for example ``{"cpu": {"capacity": "64MiB"}}``.
+        tie: let it die with the thread that starts it.
     """
 
-    def __init__(self, folder: Path, config: dict[str, dict[str, Any]] | None = None) -> None:
+    def __init__(self, folder: Path, config: dict[str, dict[str, Any]] | None = None, *, tie: bool = False) -> None:
         self.folder = folder
         self.log_path = folder / "kvtierd.log"
         self.config: dict[str, dict[str, Any]] = {
@@ -52,6 +54,7 @@ class DaemonProcess:
         }
         for table, keys in (config or {}).items():
             self.config.setdefault(table, {}).update(keys)
+        self._tie = tie
         self.token = ""
         """Shown by :meth:`status` and :meth:`admin`, for a daemon that asks for one."""
         self.command = [sys.executable, "-m", "kvtierd"]
@@ -76,8 +79,9 @@ class DaemonProcess:
         path = self.folder / "kvtierd.toml"
         path.write_text(tomli_w.dumps(self.config))
         env = {k: v for k, v in os.environ.items() if not k.startswith("KVTIERD_")} | self.environment
+        command = [*self.command, "serve", "--config", str(path)]
         with self.log_path.open("ab") as log:
-            self.process = subprocess.Popen([*self.command, "serve", "--config", str(path)], stdout=log, stderr=log, env=env)
+            self.process = subprocess.Popen(tied(command) if self._tie else command, stdout=log, stderr=log, env=env)
         return self.process
 
     def start(self, timeout_s: float = START_TIMEOUT_S) -> DaemonProcess:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvtierd.client import Client
+from kvtierd.lifetime import end_in_order, scratch_folder
 from kvtierd.model import Namespace
 from kvtierd.testing.daemon import DaemonProcess
 from kvtierd.v1 import admin_pb2 as pb
@@ -120,7 +121,7 @@ class Soak:
             "cpu": {"capacity": "24MiB", "ttl": 1.0},
             "nvme": {"capacity": "96MiB", "snapshot_journal": "64KiB"},
         }
-        self.daemon = DaemonProcess(folder, config | {"server": {"metrics": ""}, "log": {"level": "warning"}}).start()
+        self.daemon = DaemonProcess(folder, config | {"server": {"metrics": ""}, "log": {"level": "warning"}}, tie=True).start()
         self.workers = [Worker(self.daemon.address, f"{seed}/{n}") for n in range(THREADS)]
         self.samples: list[Sample] = []
         self._began_s = time.monotonic()
@@ -216,8 +217,9 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0, help="how long (default 30)")
     parser.add_argument("--seed", type=int, default=1, help="of the load (default 1)")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="kvtierd-soak-") as folder:
-        soak = Soak(Path(folder), args.seed)
+    end_in_order()
+    with scratch_folder(Path(tempfile.gettempdir()), "kvtierd-soak-") as folder:
+        soak = Soak(folder, args.seed)
         try:
             soak.start()
             until_s = time.monotonic() + 60 * args.minutes

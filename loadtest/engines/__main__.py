@@ -17,7 +17,6 @@ import argparse
 import importlib.util
 import json
 import shlex
-import signal
 import sys
 import tempfile
 from dataclasses import replace
@@ -29,6 +28,7 @@ from rich.text import Text
 
 from kvtierd.cli.output import check_writable
 from kvtierd.errors import StartupError
+from kvtierd.lifetime import end_in_order, scratch_folder
 from kvtierd.model import PAGE_BYTES
 from kvtierd.replay.trace import TraceError
 from kvtierd.units import parse_size
@@ -135,7 +135,7 @@ def write(found: dict[str, Any], output: Path) -> None:
 def main(arguments: list[str] | None = None) -> int:
     args, rest = parser().parse_known_args(arguments)
     console = Console(highlight=False)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C: with daemon and clients ended
+    end_in_order()
     try:
         settings = settings_of(args)
         requests, source = load_requests(args.trace, args.workload, settings, rest)
@@ -148,8 +148,8 @@ def main(arguments: list[str] | None = None) -> int:
         parser().error(str(e))
     command = "python -m loadtest.engines " + shlex.join(sys.argv[1:] if arguments is None else arguments)
     try:
-        with tempfile.TemporaryDirectory(prefix="kvtierd-load-") as scratch, View(console, settings) as view:
-            run = Run(args.folder or Path(scratch), settings, items, view.show)
+        with scratch_folder(Path(tempfile.gettempdir()), "kvtierd-load-") as scratch, View(console, settings) as view:
+            run = Run(args.folder or scratch, settings, items, view.show)
             progress = run.run()
         found = result(command, settings, items, progress, run.watched)
         for table in tables(found):

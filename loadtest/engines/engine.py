@@ -23,8 +23,8 @@ import numpy as np
 
 from kvtierd.client import Client, ExtentMap, block_keys
 from kvtierd.client.results import UNAVAILABLE
-from kvtierd.demo.daemon import die_with_parent
 from kvtierd.errors import DaemonUnavailableError, KvtierdError, Reason
+from kvtierd.lifetime import die_with_parent
 from loadtest.engines.contents import Words, fill, wrong_bytes
 from loadtest.engines.plan import Item, Job, Step
 

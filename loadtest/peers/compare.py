@@ -27,6 +27,7 @@ from rich.table import Table
 
 from kvtierd.bench.daemon import BenchDaemon, work_folder
 from kvtierd.bench.measure import close_environment, digits, environment, median, spread
+from kvtierd.lifetime import end_in_order
 
 HERE = Path(__file__).parent
 MIB = 1 << 20
@@ -236,7 +237,7 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=5, help="counted passes")
     parser.add_argument("--chunk-mib", type=lambda text: [int(x) for x in text.split(",")], default=[2, 8, 32])
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(143))
+    end_in_order()
     if shutil.disk_usage("/dev/shm").free < (LMCACHE_L1_GIB + 1) << 30:
         raise SystemExit(f"/dev/shm has less than {LMCACHE_L1_GIB + 1} GiB free, which LMCache's server needs")
     with work_folder(args.folder) as folder:

@@ -14,7 +14,6 @@ import itertools
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -284,7 +283,7 @@ class Served:
         config: dict[str, Any] = {"cpu": {"capacity": case.cpu_bytes}, "nvme": {"capacity": case.nvme_bytes}}
         if case.shared:
             config["tenants"] = {tenant: {"scope": "shared"} for tenant in tenants}
-        daemon = DaemonProcess(folder, config)
+        daemon = DaemonProcess(folder, config, tie=True)
         try:
             yield daemon.start()
         finally:
@@ -382,15 +381,6 @@ def versions(python: str) -> dict[str, str]:
     if not found["vllm"]:
         raise ChatError(f"{python} has no vLLM; name an interpreter with --python")
     return found
-
-
-def end_in_order() -> None:
-    """Let SIGTERM end this process as Ctrl-C does: with servers and daemons stopped."""
-
-    def leave(*_: object) -> None:
-        sys.exit(143)
-
-    signal.signal(signal.SIGTERM, leave)
 
 
 def say(text: str) -> None:

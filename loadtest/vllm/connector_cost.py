@@ -25,6 +25,7 @@ from kvtierd.connectors.vllm.layout import GroupLayout
 from kvtierd.connectors.vllm.metadata import KvtierdWorkerMetadata, RankLayout, Report
 from kvtierd.connectors.vllm.scheduler import SchedulerSide
 from kvtierd.connectors.vllm.settings import Settings
+from kvtierd.lifetime import end_in_order, scratch_folder
 from kvtierd.testing.daemon import DaemonProcess
 
 BLOCK_TOKENS = 16
@@ -169,8 +170,9 @@ def main():
     hashes = [hashlib.sha256(b"%d" % n).digest() for n in range(args.tokens // BLOCK_TOKENS)]
     ids = list(range(1, len(hashes) + 1))
     blocks = SimpleNamespace(get_block_ids=lambda: (ids,))
-    with tempfile.TemporaryDirectory() as folder:
-        daemon = DaemonProcess(Path(folder), {"cpu": {"capacity": "256MiB"}}).start()
+    end_in_order()
+    with scratch_folder(Path(tempfile.gettempdir()), "kvtierd-cost-") as folder:
+        daemon = DaemonProcess(folder, {"cpu": {"capacity": "256MiB"}}, tie=True).start()
         side = engine(daemon.address, args.chunk_tokens, len(ids))
         try:
             keys = hashes[args.chunk_tokens // BLOCK_TOKENS - 1 :: args.chunk_tokens // BLOCK_TOKENS]

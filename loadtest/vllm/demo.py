@@ -6,8 +6,8 @@ where the tokens of the prompts came from and how long users waited for the firs
 
 from __future__ import annotations
 
+import argparse
 import json
-import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvtierd.errors import StartupError
+from kvtierd.lifetime import end_in_order, keep, scratch_folder
 from loadtest.engines.figures import machine
 from loadtest.vllm.chat import (
     BLOCK_BYTES,
@@ -27,7 +28,6 @@ from loadtest.vllm.chat import (
     ChatError,
     Outcome,
     Served,
-    end_in_order,
     make_model,
     needs,
     parser,
@@ -104,9 +104,15 @@ def main() -> int:
     args.add_argument("--keep", action="store_true", help="keep logs and the NVMe pool")
     options = args.parse_args()
     end_in_order()
-    console = Console()
     options.output.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix="kvtierd-demo-vllm-"))
+    with scratch_folder(Path(tempfile.gettempdir()), "kvtierd-demo-vllm-") as scratch:
+        if options.keep:
+            keep(scratch)
+        return run(options, scratch, Console())
+
+
+def run(options: argparse.Namespace, scratch: Path, console: Console) -> int:
+    """Both cases, and what came of them. Returns the exit status."""
     try:
         of = machine() | versions(options.python)
         prompts = rag_chat(options.conversations or 14, 2, 1, 24)
@@ -121,6 +127,7 @@ def main() -> int:
         cases = [Case("without kvtierd"), Case("with kvtierd", cpu, 1 << 30)]
         found = [figures(served.run(case, (restart,))) for case in cases]
     except (ChatError, StartupError) as e:
+        keep(scratch)
         console.print(f"the demo has failed: {e}", style="bold red", highlight=False, markup=False)
         console.print(f"logs are in {scratch}", highlight=False)
         return 1
@@ -132,8 +139,6 @@ def main() -> int:
     )
     if options.keep:
         console.print(f"logs are in {scratch}", highlight=False)
-    else:
-        shutil.rmtree(scratch, ignore_errors=True)
     return 0
 
 

@@ -8,6 +8,7 @@ other's system prompts. Writes rag_chat.json and, with --page, the page of resul
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtierd.errors import StartupError
+from kvtierd.lifetime import end_in_order, keep, scratch_folder
 from loadtest.engines.figures import machine
 from loadtest.vllm.chat import (
     BLOCK_BYTES,
@@ -27,7 +29,6 @@ from loadtest.vllm.chat import (
     Needs,
     Outcome,
     Served,
-    end_in_order,
     make_model,
     needs,
     parser,
@@ -132,7 +133,12 @@ def main() -> int:
     options = args.parse_args()
     end_in_order()
     options.output.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix="kvtierd-rag-chat-"))
+    with scratch_folder(Path(tempfile.gettempdir()), "kvtierd-rag-chat-") as scratch:
+        return run(options, scratch)
+
+
+def run(options: argparse.Namespace, scratch: Path) -> int:
+    """All cases, and the page. Returns the exit status."""
     some = f" --conversations {options.conversations}" if options.conversations else ""
     try:
         of = machine() | versions(options.python)
@@ -154,13 +160,13 @@ def main() -> int:
             say(f"{case.name}: {row['recomputed']:.1%} computed, {row['ttft_ms']}, {row['tokens']}, {row['loads']}")
             (options.output / "rag_chat.json").write_text(json.dumps(found) + "\n")
     except (ChatError, StartupError) as e:
+        keep(scratch)
         print(f"this has failed: {e}\nlogs are in {scratch}", file=sys.stderr)
         return 1
     if options.page is not None:
         options.page.write_text(page(found))
         shutil.copy(options.output / "rag_chat.json", options.page.with_suffix(".json"))
     print(page(found))
-    shutil.rmtree(scratch, ignore_errors=True)
     return 0
 
 

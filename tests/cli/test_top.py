@@ -6,8 +6,14 @@ gives one scrape after the other.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
+import os
+import pty
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -189,3 +195,25 @@ def test_looks_without_a_pause_are_refused(admin: Any, kvtierd: Kvtierd, command
     assert result.exit_code == 2
     assert f"'{every}' is too short; write at least 200ms" in result.output
     assert admin.requests == []
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 0)])
+def test_a_look_that_is_ended_gives_the_terminal_back(admin: Any, number: signal.Signals, code: int) -> None:
+    """Whoever ends it: the first screen comes back, and the cursor."""
+    admin.answers["GetMetrics"] = admin_pb2.GetMetricsResponse(text=scrape())
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "kvtierd", "--address", admin.address, "top", "--every", "200ms"]
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=os.environ | {"TERM": "xterm"}) as process:
+        os.close(theirs)
+        seen = b""
+        while b"tenant" not in seen:  # it draws
+            seen += os.read(ours, 65536)
+        process.send_signal(number)
+        with contextlib.suppress(OSError):  # EIO: nobody has the terminal any more
+            while got := os.read(ours, 65536):
+                seen += got
+    os.close(ours)
+    assert process.returncode == code
+    for on, off in ((b"\x1b[?1049h", b"\x1b[?1049l"), (b"\x1b[?25l", b"\x1b[?25h")):
+        assert seen.count(on) >= 1 and seen.rindex(off) > seen.rindex(on)
+    assert b"Traceback" not in seen

@@ -12,13 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from kvtierd.demo.daemon import LOCK, DemoDaemon, demo_folder, filesystem_of, undisturbed
+from kvtierd.demo.daemon import DemoDaemon, filesystem_of
+from kvtierd.lifetime import LOCK, keep, scratch_folder, undisturbed
 
 HOLD = """
 import sys
 from pathlib import Path
-from kvtierd.demo.daemon import DemoDaemon, demo_folder
-with demo_folder(Path(sys.argv[1]), keep=False) as folder:
+from kvtierd.demo.daemon import DemoDaemon
+from kvtierd.lifetime import scratch_folder
+with scratch_folder(Path(sys.argv[1]), "demo-") as folder:
     daemon = DemoDaemon(folder, {})
     daemon.start()
     print(daemon.pid, folder, flush=True)
@@ -31,7 +33,7 @@ def test_a_killed_demo_takes_its_daemon_along_and_the_next_one_cleans_up(tmp_pat
     assert holder.stdout is not None and holder.stdin is not None
     with holder.stdout, holder.stdin:
         pid, left = holder.stdout.readline().split()
-        with demo_folder(tmp_path, keep=False):
+        with scratch_folder(tmp_path, "demo-"):
             assert Path(left).is_dir(), "the folder of a demo that runs is not touched"
         daemon = os.pidfd_open(int(pid))
         try:
@@ -41,15 +43,37 @@ def test_a_killed_demo_takes_its_daemon_along_and_the_next_one_cleans_up(tmp_pat
         finally:
             os.close(daemon)
     assert Path(left).is_dir()
-    with demo_folder(tmp_path, keep=False):
+    with scratch_folder(tmp_path, "demo-"):
         assert not Path(left).exists()
     assert not any(tmp_path.iterdir())
 
 
+def test_what_is_not_certainly_a_leftover_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder for temporary files belongs to everybody."""
+    elsewhere = tmp_path / "elsewhere"
+    for folder in (elsewhere, tmp_path / "demo-foreign", tmp_path / "demo-unlocked", tmp_path / "demo-odd"):
+        folder.mkdir()
+        (folder / "file").touch()
+    (tmp_path / "demo-link").symlink_to(elsewhere)
+    (elsewhere / LOCK).touch()
+    (tmp_path / "demo-odd" / LOCK).symlink_to(elsewhere / "file")
+    with scratch_folder(tmp_path, "demo-"):
+        pass
+    (tmp_path / "demo-foreign" / LOCK).touch()
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with scratch_folder(tmp_path, "demo-"):
+        pass
+    assert all((tmp_path / name / "file").exists() for name in ("elsewhere", "demo-foreign", "demo-unlocked", "demo-odd"))
+    monkeypatch.undo()
+    with scratch_folder(tmp_path, "demo-"):
+        assert not (tmp_path / "demo-foreign").exists()
+
+
 def test_a_kept_folder_stays(tmp_path: Path) -> None:
-    with demo_folder(tmp_path, keep=True) as kept:
+    with scratch_folder(tmp_path, "demo-") as kept:
+        keep(kept)
         (kept / "log").touch()
-    with demo_folder(tmp_path, keep=False):
+    with scratch_folder(tmp_path, "demo-"):
         pass
     assert (kept / "log").exists()
     assert not (kept / LOCK).exists()

@@ -7,6 +7,7 @@ side that was late.
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -21,6 +22,7 @@ import grpc
 import numpy as np
 import pytest
 
+from kvtierd.lifetime import scratch_folder
 from kvtierd.replay.trace import Request
 from kvtierd.testing.daemon import DaemonProcess
 
@@ -207,6 +209,18 @@ def test_a_run_with_a_mix(tmp_path: Path) -> None:
     assert found["saved_blocks"] > 0 and found["wrong_bytes"] == 0
     assert 0 < found["hits"]["hit_ratio"] <= found["parameters"]["ideal_hit_ratio"]
     assert found["parameters"]["mix"] == "save=40,load=50,evict=10"
+
+
+def test_a_killed_run_leaves_a_folder_that_the_next_one_removes(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "loadtest.engines", "--seconds", "600", "--output", str(tmp_path / "out")]
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # the first line of progress: all is running
+        process.kill()
+    assert list(tmp_path.glob("kvtierd-load-*/nvme"))
+    with scratch_folder(tmp_path, "kvtierd-load-") as folder:
+        assert list(tmp_path.glob("kvtierd-load-*")) == [folder]
 
 
 def test_schedules_and_shares() -> None:

@@ -11,7 +11,6 @@ import argparse
 import json
 import random
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from typing import Any, Final
 
 from kvtierd.client import Client
 from kvtierd.errors import StartupError
+from kvtierd.lifetime import end_in_order, keep, scratch_folder, tied
 from kvtierd.testing.daemon import DaemonProcess
 from kvtierd.testing.faults import checks
 from kvtierd.testing.faults.client import WRONG, evicted_keys, forget_evicted, make_state, progress_of
@@ -52,7 +52,7 @@ class Process:
         arguments = {"realm": number % len(REALMS), "number": number, "address": address, "seed": seed, "path": str(self.state)}
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvtierd.testing.faults.client", json.dumps(arguments)], stdout=log, stderr=log
+                tied([sys.executable, "-m", "kvtierd.testing.faults.client", json.dumps(arguments)]), stdout=log, stderr=log
             )
 
     def check(self) -> None:
@@ -96,7 +96,7 @@ class Campaign:
         if self.key_path is not None:
             config["nvme"]["encryption_key_file"] = str(self.key_path)
             self._new_key(self.key_path)
-        self.daemon = DaemonProcess(folder / "d", config)
+        self.daemon = DaemonProcess(folder / "d", config, tie=True)
         if self.disk is not None:
             self.daemon.environment = self.disk.environment
         self.clients: list[Process] = []
@@ -359,22 +359,29 @@ def main() -> int:
     disk = not args.no_disk_faults
     if disk and compiler() is None:
         parser.error("faults of the disk need a C compiler: install gcc, or pass --no-disk-faults")
-    folder = args.folder or Path(tempfile.mkdtemp(prefix="kvtierd-faults-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()):
-        parser.error(f"{folder} is not empty: name another folder, or empty it")
+    end_in_order()
+    if args.folder is None:
+        with scratch_folder(Path(tempfile.gettempdir()), "kvtierd-faults-") as folder:
+            return _report(folder, args, disk=disk)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    if any(args.folder.iterdir()):
+        parser.error(f"{args.folder} is not empty: name another folder, or empty it")
+    return _report(args.folder, args, disk=disk)
+
+
+def _report(folder: Path, args: argparse.Namespace, *, disk: bool) -> int:
+    """Run in a folder, which stays on failure, and tell. Returns the exit status."""
     began_s = time.monotonic()
     print(f"seed {args.seed}, {args.kills} kills, in {folder}", flush=True)
     try:
         counts = run(folder, args.seed, args.kills, disk=disk, encrypted=args.encrypted, first=args.first, tell=True)
     except AssertionError as e:
+        keep(folder)
         print(f"{e}\n\nfailed after {time.monotonic() - began_s:.0f} s; files and logs are in {folder}", file=sys.stderr)
         return 1
     width = max(map(len, counts))
     print(f"0 wrong bytes, every limit kept, figures equal files; {time.monotonic() - began_s:.0f} s")
     print("\n".join(f"{name:<{width}}  {count}" for name, count in counts.items()))
-    if args.folder is None:
-        shutil.rmtree(folder)
     return 0
 
 
