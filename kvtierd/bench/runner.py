@@ -9,15 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import grpc
-
 from kvtierd.bench import copies, disk, index
 from kvtierd.bench.copies import CopyPlan
-from kvtierd.bench.daemon import BenchDaemon, Tables, need_space, status, work_folder
+from kvtierd.bench.daemon import BenchDaemon, Tables, need_space, work_folder
 from kvtierd.bench.disk import DiskPlan
 from kvtierd.bench.index import IndexPlan
 from kvtierd.bench.measure import MIB, BenchError, Report, close_environment, digits, environment
-from kvtierd.errors import DaemonUnavailableError
 from kvtierd.memory import available_bytes
 
 PARTS: Final = ("save", "load", "lookup", "nvme", "index")
@@ -96,7 +93,6 @@ def run(options: BenchOptions, progress: Callable[[str], None] = lambda _text: N
     report = Report()
     began_s = time.perf_counter()
     if options.address:
-        _reach(options.address)
         report.put("environment", value=environment(None))
         if options.parts & {"save", "load"}:
             copies.measure(lambda: contextlib.nullcontext(options.address), options.copies, options.parts, report, progress)
@@ -109,13 +105,6 @@ def run(options: BenchOptions, progress: Callable[[str], None] = lambda _text: N
     close_environment(report.values["environment"])
     report.put("environment", "took_s", value=digits(time.perf_counter() - began_s))
     return report
-
-
-def _reach(address: str) -> None:
-    try:
-        status(address)
-    except grpc.RpcError as e:
-        raise DaemonUnavailableError(f"no kvtierd answers at {address}: {e.details()}") from e
 
 
 def _run_own(options: BenchOptions, folder: Path, report: Report, progress: Callable[[str], None]) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import urllib.request
 from dataclasses import asdict
 from http.client import HTTPException
+from queue import Empty, Queue
 from typing import Final
 
 import click
@@ -94,8 +96,7 @@ def _read(url: str) -> Scrape:
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"{url!r} is not the address of an engine's metrics; write http://HOST:PORT/metrics")
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:  # noqa: S310 - the scheme was looked at
-            seen = parse(answer.read(MAX_METRICS_BYTES).decode(), time.monotonic())
+        seen = parse(_fetch(url).decode(), time.monotonic())
     except OSError as e:
         raise DaemonUnavailableError(f"the engine's metrics cannot be read from {url}: {getattr(e, 'reason', e)}") from e
     except (ValueError, HTTPException) as e:
@@ -103,6 +104,29 @@ def _read(url: str) -> Scrape:
     if not any(name.startswith("vllm:") for name in seen.samples):
         raise ConfigError(f"{url} answers, but not with metrics of vLLM; name the /metrics of its API server")
     return seen
+
+
+def _fetch(url: str) -> bytes:
+    """What is there, within a time and a size: time-outs of sockets count from byte to byte. Raises OSError and others."""
+    got: Queue[bytes | Exception] = Queue()
+
+    def fetch() -> None:
+        try:
+            with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:  # noqa: S310 - the scheme was looked at
+                got.put(answer.read(MAX_METRICS_BYTES + 1))
+        except Exception as e:
+            got.put(e)
+
+    threading.Thread(target=fetch, name="fetch", daemon=True).start()  # a read without an end ends with the process
+    try:
+        found = got.get(timeout=TIMEOUT_S)
+    except Empty:
+        raise TimeoutError(f"no end of its answer within {TIMEOUT_S:g} s; is it an engine's /metrics?") from None
+    if isinstance(found, Exception):
+        raise found
+    if len(found) > MAX_METRICS_BYTES:
+        raise ValueError(f"more than {MAX_METRICS_BYTES >> 20} MiB")
+    return found
 
 
 def _engine(seen: Scrape) -> Engine:

@@ -13,8 +13,10 @@ from kvtierd.bench.measure import BenchError, Report
 from kvtierd.bench.runner import PARTS, plan, run
 from kvtierd.bench.show import show
 from kvtierd.cli import CliConfigError, CliError, CliUnreachableError
+from kvtierd.cli.options import Settings
 from kvtierd.cli.output import check_writable
 from kvtierd.errors import DaemonUnavailableError, KvtierdError
+from kvtierd.v1 import admin_pb2
 
 
 def _parts(_context: click.Context, _parameter: click.Parameter, value: str | None) -> frozenset[str]:
@@ -60,6 +62,8 @@ def bench(*, as_json: bool, output: Path | None, check: bool, **options: Any) ->
         raise click.UsageError(str(e)) from e
     if output is not None:
         _check(output)
+    if chosen.address:
+        _reach(chosen.address)
     try:
         with errors.status("starting") as spinner:
             report = run(chosen, spinner.update)
@@ -71,6 +75,14 @@ def bench(*, as_json: bool, output: Path | None, check: bool, **options: Any) ->
     missed = [row.name for row in report.rows if row.met is False]
     if missed and check:
         raise CliError("below the target: " + "; ".join(missed))
+
+
+def _reach(address: str) -> None:
+    """Before anything is measured. Raises DaemonUnavailableError and RequestError."""
+    settings = click.get_current_context().ensure_object(Settings)
+    settings.address = address
+    with settings.connect() as daemon:
+        daemon.call(daemon.stub.GetStatus, admin_pb2.GetStatusRequest())
 
 
 def _check(output: Path) -> None:

@@ -17,6 +17,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
+from kvtierd.cli.reaching import tcp_problem
 from kvtierd.client.tokens import authorization
 from kvtierd.errors import ConfigError, DaemonUnavailableError, Reason, RequestError
 from kvtierd.v1 import admin_pb2_grpc
@@ -25,7 +26,6 @@ __all__ = ["DEFAULT_TIMEOUT_S", "AdminConnection", "Target", "grpc_target"]
 
 DEFAULT_TIMEOUT_S: Final = 10.0
 _MAX_MESSAGE_BYTES: Final = 64 << 20
-_UNREACHABLE: Final = frozenset([grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED])
 
 T = TypeVar("T")
 
@@ -67,6 +67,7 @@ class AdminConnection:
 
     def __init__(self, target: Target) -> None:
         self.address = target.address
+        self._target = target
         name, self._path = grpc_target(target.address)
         options = [
             ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
@@ -102,13 +103,21 @@ class AdminConnection:
         if reason is not None:
             return RequestError(reason, details)
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-            return DaemonUnavailableError(f"the daemon at {self.address} did not answer within {timeout_s:g} s")
-        if code in _UNREACHABLE:
-            where = "" if self._path is not None else "; TCP is off unless the daemon has server.listen"
-            return DaemonUnavailableError(f"no daemon answers at {self.address}: {details}{where}")
+            return DaemonUnavailableError(
+                f"the daemon at {self.address} did not answer within {timeout_s:g} s; see its log, and whether it is one"
+            )
+        if code is grpc.StatusCode.UNAVAILABLE:
+            return DaemonUnavailableError(f"no daemon answers at {self.address}: {self._problem()}")
         if code is grpc.StatusCode.UNIMPLEMENTED:
             return RequestError(Reason.BAD_REQUEST, f"the daemon at {self.address} does not know this command; it may be older")
         return RequestError(Reason.INTERNAL, f"{code.name}: {details}")
+
+    def _problem(self) -> str:
+        """Why nobody answers, though a unix socket was fine a moment ago."""
+        if self._path is not None:
+            return "what listens there is no daemon, or one that ends just now; name the daemon's socket with --address"
+        target = self._target
+        return tcp_problem(target.address, target.tls_ca, tls=any((target.tls_ca, target.tls_cert, target.tls_key)))
 
 
 def _open(name: str, target: Target, options: list[tuple[str, int]]) -> grpc.Channel:
@@ -150,6 +159,8 @@ def _check_socket(path: Path) -> None:
         code = probe.connect_ex(os.fspath(path))
     if code == errno.ECONNREFUSED:
         raise DaemonUnavailableError(f"nobody listens on {path}: the daemon that made it has gone; start one with 'kvtierd serve'")
+    if code == errno.EPROTOTYPE:
+        raise DaemonUnavailableError(f"{path} is a socket of another kind, such as for descriptors; name that of server.socket")
     if code in (errno.EACCES, errno.EPERM):
         raise _no_permission(path)
 

@@ -15,7 +15,8 @@ import struct
 import subprocess
 import sys
 import termios
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -344,6 +345,57 @@ def test_a_closed_port_is_unreachable(kvtierd: Kvtierd) -> None:
         result = kvtierd("status", "--address", f"127.0.0.1:{taken.getsockname()[1]}")
     assert result.exit_code == 3
     assert result.output.startswith("Error: no daemon answers")
+
+
+@contextlib.contextmanager
+def somebody(listener: socket.socket, answer: bytes) -> Iterator[None]:
+    """Somebody who says one thing to whoever connects, and hangs up."""
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                with connection, contextlib.suppress(OSError):
+                    connection.sendall(answer)
+                    connection.shutdown(socket.SHUT_WR)
+                    while connection.recv(4096):
+                        pass
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    yield
+    listener.shutdown(socket.SHUT_RDWR)
+    thread.join()
+
+
+@pytest.mark.parametrize("command", [("status",), ("bench", "--only", "lookup"), ("drain",)])
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
+def test_who_answers_but_is_no_daemon_is_said(kvtierd: Kvtierd, short_dir: Path, command: tuple[str, ...], answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, somebody(server, answer):
+        result = kvtierd(*command, "--address", f"127.0.0.1:{server.getsockname()[1]}")
+    assert result.exit_code == 3
+    assert "what listens there is no daemon" in result.output and "server.listen" in result.output
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(short_dir / "other.sock"))
+        other.listen()
+        with somebody(other, answer):
+            result = kvtierd(*command, "--address", short_dir / "other.sock")
+    assert result.exit_code == 3
+    assert "what listens there is no daemon" in result.output and "--address" in result.output
+    assert not any(word in result.output for word in ("HTTP/2", "recvmsg", "last error", "FAILED_PRECONDITION"))
+
+
+@pytest.mark.parametrize("command", [("status",), ("bench", "--only", "lookup")])
+def test_nobody_at_all_is_said(kvtierd: Kvtierd, short_dir: Path, command: tuple[str, ...]) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
+        other.bind(str(short_dir / "other.sock"))
+        other.listen()
+        said = kvtierd(*command, "--address", short_dir / "other.sock")
+    assert (said.exit_code, "another kind" in said.output) == (3, True)
+    said = kvtierd(*command, "--address", short_dir / "none.sock")
+    assert (said.exit_code, "start one with 'kvtierd serve'" in said.output) == (3, True)
+    said = kvtierd(*command, "--address", "host.invalid:1")
+    assert (said.exit_code, "is not the name of a host" in said.output) == (3, True)
 
 
 @pytest.mark.parametrize("address", ["nonsense", "host:", "host:99999", ":1"])

@@ -6,7 +6,9 @@ enlarged; an engine's metrics from a small server.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import importlib
 import json
 import os
 import socket
@@ -28,6 +30,7 @@ from kvtierd.testing.daemon import DaemonProcess
 
 Kvtierd = Callable[..., Result]
 GIB = 1 << 30
+advise_module = importlib.import_module("kvtierd.cli.advise")
 GOOD = Figures(
     cpu_bytes=10 * GIB,
     nvme_bytes=100 * GIB,
@@ -224,6 +227,35 @@ def test_what_is_no_http_is_said(answer: str) -> None:
         result = CliRunner().invoke(cli, ["advise", "--vllm", f"http://127.0.0.1:{server.getsockname()[1]}/metrics"])
         thread.join()
     assert result.exit_code == 2 and "does not answer with metrics" in result.output
+
+
+def test_an_answer_without_an_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte now and then: no time-out of a socket ends that."""
+    monkeypatch.setattr(advise_module, "TIMEOUT_S", 0.5)
+    over = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection, contextlib.suppress(OSError):
+                connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+                while not over.wait(0.1):
+                    connection.sendall(b"#")
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        result = CliRunner().invoke(cli, ["advise", "--vllm", f"http://127.0.0.1:{server.getsockname()[1]}/metrics"])
+        assert thread.is_alive(), "it had not ended"
+        over.set()
+        thread.join()
+    assert result.exit_code == 3 and "no end of its answer within 0.5 s" in result.output
+
+
+def test_an_answer_that_is_too_long_is_refused(engine: tuple[str, list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advise_module, "MAX_METRICS_BYTES", 1 << 20)
+    engine[1][0] = METRICS + "# more\n" * (1 << 18)
+    result = CliRunner().invoke(cli, ["advise", "--vllm", engine[0]])
+    assert result.exit_code == 2 and "more than 1 MiB" in result.output
 
 
 @pytest.mark.parametrize("answer", ["", "kvtierd_blocks 1\n"])

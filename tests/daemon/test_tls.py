@@ -134,6 +134,14 @@ def test_callers_that_trust_the_daemon_connect_and_nothing_is_plain(
     assert f"whoever reaches {address} may act for every tenant" in daemon.log()
     result = CliRunner().invoke(cli, ["status", "--address", address, "--tls-ca", str(ours.ca)])
     assert result.exit_code == 0, result.output
+    for options, said in (
+        ([], "asks for TLS; name its CA with --tls-ca"),
+        (["--tls-ca", str(tmp_path / "others" / "ca.pem")], "is not trusted"),
+        (["--tls-ca", str(tmp_path / "empty.pem")], "has no certificates"),
+    ):
+        (tmp_path / "empty.pem").touch()
+        result = CliRunner().invoke(cli, ["status", "--address", address, *options])
+        assert result.exit_code == 3 and said in result.output, result.output
 
 
 def test_client_certificates_are_asked_for(make_daemon: MakeDaemon, ours: Authority, tmp_path: Path, address: str) -> None:
@@ -146,7 +154,8 @@ def test_client_certificates_are_asked_for(make_daemon: MakeDaemon, ours: Author
     assert all(refused), refused
     assert "whoever reaches" not in daemon.log()
     command = ["status", "--address", address, "--tls-ca", str(ours.ca)]
-    assert CliRunner().invoke(cli, command).exit_code == 3
+    result = CliRunner().invoke(cli, command)
+    assert result.exit_code == 3 and "--tls-cert and --tls-key" in result.output, result.output
     shown = [*command, "--tls-cert", str(mine[0]), "--tls-key", str(mine[1])]
     assert CliRunner().invoke(cli, shown).exit_code == 0
 
