@@ -20,7 +20,7 @@ from kvtierd import PROTOCOL_VERSION, __version__
 from kvtierd.errors import Reason, RequestError
 from kvtierd.model import MAX_KEYS_PER_CALL, Namespace
 from kvtierd.runtime import Attached, Runtime
-from kvtierd.service.calls import Calls
+from kvtierd.service.calls import Calls, Whose
 from kvtierd.service.door import caller
 from kvtierd.service.metrics import Metrics
 from kvtierd.service.spans import call_span
@@ -81,11 +81,19 @@ class AttachStream:
         self._context = context
         self._write_lock = asyncio.Lock()
         self._waiting: set[asyncio.Task[None]] = set()
+        self._attached: Attached | None = None
+        self._tenant = ""
+
+    def whose(self) -> Whose:
+        """Its session, once it has begun, and whom its client acts for."""
+        return self._attached, self._tenant
 
     async def run(self) -> None:
         """Serve the stream until the client ends it. Raises RequestError when the session cannot begin."""
         hello = await self._hello()
+        self._tenant = hello.tenant
         attached = await self._rt.attach(namespace_of(hello.namespace), hello.tenant, _name_of(hello), hello.pid, caller())
+        self._attached = attached
         attached.enter()
         try:
             await self._welcome_in(attached, hello)
@@ -173,13 +181,13 @@ class AttachStream:
             elif kind == "prefetch":
                 await self._prefetch(attached, call)
             elif (kind == "save" and call.save.wait_ms) or kind == "evict":
-                self._spawn_call(call.id, self._simple(attached, call, kind))
+                self._spawn_call(call, self._simple(attached, call, kind))
             else:
                 await self._simple(attached, call, kind)
         except grpc.aio.BaseError:
             raise  # the stream has gone, and with it whoever asked
         except Exception as e:
-            await self._fail(call.id, kind, e, began_s)
+            await self._fail(call, e, began_s)
         else:
             self._calls.answered(kind.capitalize(), "OK", began_s)
 
@@ -225,7 +233,7 @@ class AttachStream:
             await self._write(pb.AttachResponse(reply=reply), functools.partial(undo, step))
         if step is None or not step.done:
             try:
-                self._spawn_call(call.id, self._send_steps(call.id, self._calls.load_steps(ticket), "load", undo))
+                self._spawn_call(call, self._send_steps(call.id, self._calls.load_steps(ticket), "load", undo))
             except RequestError:
                 self._calls.abandon_load(ticket)
                 raise
@@ -234,7 +242,7 @@ class AttachStream:
         ticket = await self._calls.begin_prefetch(attached, call.prefetch, call.traceparent)
         steps = self._calls.prefetch_steps(ticket, wait=call.prefetch.wait)
         try:
-            self._spawn_call(call.id, self._send_steps(call.id, steps, "prefetch"))
+            self._spawn_call(call, self._send_steps(call.id, steps, "prefetch"))
         except RequestError:
             self._calls.undo_prefetch(attached, ticket)
             raise
@@ -254,7 +262,7 @@ class AttachStream:
 
     # ---- sending
 
-    def _spawn_call(self, call_id: int, work: Any) -> None:
+    def _spawn_call(self, call: pb.Call, work: Any) -> None:
         if len(self._waiting) >= MAX_WAITING_CALLS:
             work.close()
             raise RequestError(Reason.OVERLOADED, f"{MAX_WAITING_CALLS} calls of this session are waiting; retry with back-off")
@@ -263,7 +271,7 @@ class AttachStream:
         except RequestError:
             work.close()
             raise
-        task = self._spawn(asyncio.get_running_loop(), self._guard(call_id, work))
+        task = self._spawn(asyncio.get_running_loop(), self._guard(call, work))
         self._calls.admission.waiting += 1
         task.add_done_callback(self._waits_no_more)
 
@@ -276,7 +284,7 @@ class AttachStream:
         task.add_done_callback(self._waiting.discard)
         return task
 
-    async def _guard(self, call_id: int, work: Any) -> None:
+    async def _guard(self, call: pb.Call, work: Any) -> None:
         began_s = time.perf_counter()
         try:
             await work
@@ -285,15 +293,17 @@ class AttachStream:
         except Exception as e:
             # When it is the stream that has gone, nobody is there to be told.
             with contextlib.suppress(Exception):
-                await self._fail(call_id, "", e, began_s)
+                await self._fail(call, e, began_s)
 
-    async def _fail(self, call_id: int, kind: str, error: Exception, began_s: float) -> None:
+    async def _fail(self, call: pb.Call, error: Exception, began_s: float) -> None:
         told = as_request_error(error)
-        self._calls.refused(kind.capitalize(), told)
+        kind = call.WhichOneof("request") or ""
+        tenant = getattr(getattr(call, kind), "tenant", "") if kind else ""
+        self._calls.refused(kind.capitalize(), told, lambda: (self._attached, tenant))
         self._calls.answered(kind.capitalize(), code_number(told.reason), began_s)
         failure = pb.CallError(code=code_number(told.reason), reason=int(told.reason), message=told.message)  # type: ignore[arg-type]
         failure.retry_after_ms = round(told.retry_after_s * 1000)
-        await self._write(pb.AttachResponse(reply=pb.Reply(id=call_id, last=True, error=failure)))
+        await self._write(pb.AttachResponse(reply=pb.Reply(id=call.id, last=True, error=failure)))
 
     async def _send_event(self, text: str) -> None:
         event = pb.Event(kind=pb.Event.KIND_DRAINING, detail=text)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from kvtierd import tracing
 from kvtierd.core.block import Block
@@ -27,12 +28,23 @@ from kvtierd.v1 import kvtier_pb2 as pb
 
 MAX_REQUEST_ID: Final = 64
 """Most characters of a caller's name of a request."""
+MAX_TENANT_TOLD: Final = 64
+"""Most characters of a tenant's name in a line of the log, which may be no name at all."""
 MAX_PIN_S: Final = 30 * 86_400.0
 """Longest life of a pin."""
 
 
 UNHURRIED: Final = frozenset(["Attach", "Prefetch"])
 """Calls that last as long as their client wants."""
+
+
+Whose = tuple[Attached | None, str]
+"""The session that a call is of, where that is known, and the tenant that it names."""
+
+
+def nobody() -> Whose:
+    """Of a call that came with no session."""
+    return None, ""
 
 
 class Calls:
@@ -75,11 +87,23 @@ class Calls:
         if method not in UNHURRIED:
             self._slow.check(method, seconds)
 
-    def refused(self, method: str, error: RequestError) -> None:
-        """Count and tell a call that is answered with an error."""
+    def refused(self, method: str, error: RequestError, whose: Callable[[], Whose] = nobody) -> None:
+        """Count and tell a call that is answered with an error; ``whose`` it is, is asked where somebody reads that."""
         self._metrics.rejected(error.reason)
         if decisions.wanted():
-            decisions.tell("refuse", call=method, reason=error.reason.name.lower(), text=error.message)
+            attached, tenant = whose()
+            own, session = ("", 0) if attached is None else (attached.tenant, attached.session_id)
+            tenant = tenant[:MAX_TENANT_TOLD] or own
+            decisions.tell(
+                "refuse",
+                call=method, session=session, tenant=tenant, reason=error.reason.name.lower(), text=error.message,
+            )  # fmt: skip
+
+    def whose(self, request: Any) -> Whose:
+        """The session and tenant that a request of a unary call names, whether it may or not."""
+        with contextlib.suppress(RequestError):
+            return self._rt.sessions.by_token(request.session), getattr(request, "tenant", "")
+        return None, getattr(request, "tenant", "")
 
     # ---- requests that have a name
 

@@ -11,6 +11,7 @@ from typing import Any, Final
 import grpc
 
 from kvtierd.errors import Reason, RequestError
+from kvtierd.runtime import decisions
 from kvtierd.runtime.tokens import Grant, Tokens
 from kvtierd.service import status
 from kvtierd.service.metrics import Metrics
@@ -51,6 +52,8 @@ class Door:
             _caller.set(self._checked(context, admin=service == ADMIN))
         except RequestError as e:
             self._metrics.rejected(e.reason)
+            if decisions.wanted():
+                decisions.tell("refuse", service=service, peer=context.peer(), reason=e.reason.name.lower(), text=e.message)
             await status.abort(context, e)
 
     def _checked(self, context: Context, *, admin: bool) -> Grant | None:

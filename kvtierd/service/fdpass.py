@@ -26,6 +26,7 @@ from google.protobuf.message import DecodeError
 from kvtierd.errors import Reason, RequestError
 from kvtierd.service.fdconnection import Authority, Connection, ExtentInfo, JoinGrant
 from kvtierd.service.fdsocket import SocketFile
+from kvtierd.service.logs import Seldom
 from kvtierd.service.peers import Peers
 from kvtierd.v1 import fdpass_pb2 as pb
 
@@ -69,6 +70,7 @@ class DescriptorServer:
         self._listener: socket.socket | None = None
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._pause: asyncio.TimerHandle | None = None
+        self._seldom = Seldom()
         self._loop: asyncio.AbstractEventLoop
 
     def __len__(self) -> int:
@@ -160,7 +162,7 @@ class DescriptorServer:
                 return
             except OSError as e:
                 if e.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                    log.error("no descriptor left for a new connection: %s; raise the limit of open files", e)
+                    self._warn("descriptors", f"no descriptor left for a new connection: {e}; raise the limit of open files")
                     self._loop.remove_reader(self._listener.fileno())
                     self._pause = self._loop.call_later(ACCEPT_PAUSE_S, self._accept_again)
                     return
@@ -184,7 +186,7 @@ class DescriptorServer:
             text = f"{len(self._connections)} processes are connected; this daemon takes no more at present"
             connection.transmit(_error(Reason.LIMIT, text))
             connection.close()
-            log.warning("refused pid %d: %s", connection.pid, text)
+            self._warn("refused", f"refused pid {connection.pid}: {text}")
             return
         self._connections[connection.conn_id] = connection
         self._timers[connection.conn_id] = self._loop.call_later(JOIN_TIMEOUT_S, self._drop, connection)
@@ -197,7 +199,7 @@ class DescriptorServer:
         oldest = next(stranger for stranger in strangers if share[stranger.uid] == max(share.values()))
         self._readable(oldest)  # its join may have come
         if oldest.conn_id in self._timers:
-            log.warning("dropped pid %d, which had not joined: too many others wait", oldest.pid)
+            self._warn("dropped", f"dropped pid {oldest.pid}, which had not joined: too many others wait")
             oldest.transmit(_error(Reason.LIMIT, "too many connections have not joined; join at once after connecting"))
             self._drop(oldest)
 
@@ -214,7 +216,7 @@ class DescriptorServer:
                 return
             except OSError as e:
                 # Whatever this is, it is no death, and must not pass for one.
-                log.warning("reading from pid %d failed: %s", connection.pid, e)
+                self._warn("reading", f"reading from pid {connection.pid} failed: {e}")
                 return
             if not packet and connection.hung_up:
                 self._drop(connection)
@@ -225,8 +227,8 @@ class DescriptorServer:
                 self._packet(connection, packet, flags)
             except RequestError as e:
                 self._dismiss(connection, e)
-            except Exception:
-                log.exception("a packet of pid %d could not be served", connection.pid)
+            except Exception as e:
+                self._warn("bug", f"a packet of pid {connection.pid} could not be served", e)
                 self._dismiss(connection, RequestError(Reason.INTERNAL, "the daemon could not serve this packet; see its log"))
 
     def _packet(self, connection: Connection, packet: bytes, flags: int) -> None:
@@ -358,9 +360,18 @@ class DescriptorServer:
         """Refuse a process from now on; it counts as alive until it closes its end."""
         if connection.dismissed or connection.closed:
             return
-        log.warning("pid %d on the descriptor socket: %s: %s", connection.pid, error.reason.name, error.message)
+        who = f"pid {connection.pid} of session {connection.session_id}" if connection.joined else f"pid {connection.pid}"
+        # What strangers do hides nothing of what engines do.
+        kind = f"{'joined' if connection.joined else 'stranger'} {error.reason.name}"
+        self._warn(kind, f"{who} on the descriptor socket: {error.reason.name}: {error.message}")
         self._loop.remove_writer(connection.sock.fileno())
         connection.dismiss(_error(error.reason, error.message))
+
+    def _warn(self, kind: str, text: str, error: Exception | None = None) -> None:
+        """Write a line, seldom: whoever may open the socket can bring about any number of them."""
+        more = self._seldom.more(kind)
+        if more is not None:
+            log.warning("%s%s", text, more, exc_info=error)
 
     def _drop(self, connection: Connection) -> None:
         """A process closed its end or died, or a stranger's time is up."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any, Final
 
 import grpc
@@ -17,7 +18,7 @@ from kvtierd.runtime.sessions import why_barred
 from kvtierd.service import status
 from kvtierd.service.attach import AttachStream
 from kvtierd.service.bytes_path import BytesSaver
-from kvtierd.service.calls import Calls, checked_ttl, note_save
+from kvtierd.service.calls import Calls, Whose, checked_ttl, note_save
 from kvtierd.service.handlers import HandlerServer
 from kvtierd.service.metrics import Metrics
 from kvtierd.service.spans import call_span, traceparent_of
@@ -45,7 +46,7 @@ class KvTierServicer(kvtier_pb2_grpc.KvTierServiceServicer):
         self.streams: set[asyncio.Task[Any]] = set()
         """Tasks of open Attach streams, which shutdown cancels."""
 
-    async def _serve(self, context: Context, method: str, work: Callable[[], Awaitable[Any]]) -> Any:
+    async def _serve(self, context: Context, method: str, whose: Callable[[], Whose], work: Callable[[], Awaitable[Any]]) -> Any:
         """Run a call: time it, count it, and turn what goes wrong into a status with a reason."""
         began_s = time.perf_counter()
         try:
@@ -54,7 +55,7 @@ class KvTierServicer(kvtier_pb2_grpc.KvTierServiceServicer):
                 answer = await work()
         except (asyncio.CancelledError, grpc.aio.BaseError) as e:
             if isinstance(e, asyncio.CancelledError) and (why := why_barred()):
-                await self._turn_away(context, method, why, began_s)
+                await self._turn_away(context, method, whose, why, began_s)
             self._calls.answered(method, "CANCELLED", began_s)
             if isinstance(e, asyncio.CancelledError):
                 raise
@@ -62,20 +63,20 @@ class KvTierServicer(kvtier_pb2_grpc.KvTierServiceServicer):
             raise asyncio.CancelledError from e
         except Exception as e:
             told = status.as_request_error(e)
-            self._calls.refused(method, told)
+            self._calls.refused(method, told, whose)
             self._calls.answered(method, status.code_number(told.reason), began_s)
             await status.abort(context, told)
         else:
             self._calls.answered(method, "OK", began_s)
             return answer
 
-    async def _turn_away(self, context: Context, method: str, why: str, began_s: float) -> None:
+    async def _turn_away(self, context: Context, method: str, whose: Callable[[], Whose], why: str, began_s: float) -> None:
         """End a call whose session was barred meanwhile; its task was cancelled, of which gRPC would tell the caller nothing."""
         task = asyncio.current_task()
         assert task is not None
         task.uncancel()
         told = RequestError(Reason.PERMISSION, why)
-        self._calls.refused(method, told)
+        self._calls.refused(method, told, whose)
         self._calls.answered(method, status.code_number(told.reason), began_s)
         await status.abort(context, told)
 
@@ -84,7 +85,7 @@ class KvTierServicer(kvtier_pb2_grpc.KvTierServiceServicer):
             answer = call(self._calls.session(request.session), request)
             return await answer if asyncio.iscoroutine(answer) else answer
 
-        return await self._serve(context, method, work)
+        return await self._serve(context, method, partial(self._calls.whose, request), work)
 
     async def Attach(self, request_iterator: Any, context: Context) -> None:
         """See the proto."""
@@ -92,7 +93,8 @@ class KvTierServicer(kvtier_pb2_grpc.KvTierServiceServicer):
         assert task is not None
         self.streams.add(task)
         try:
-            await self._serve(context, "Attach", AttachStream(self._rt, self._calls, self._metrics, context).run)
+            stream = AttachStream(self._rt, self._calls, self._metrics, context)
+            await self._serve(context, "Attach", stream.whose, stream.run)
         except asyncio.CancelledError:
             if not self._rt.stopping:
                 raise
@@ -118,7 +120,7 @@ class KvTierServicer(kvtier_pb2_grpc.KvTierServiceServicer):
                 undo(attached, answer)
                 raise
 
-        await self._serve(context, method, work)
+        await self._serve(context, method, partial(self._calls.whose, request), work)
 
     async def Save(self, request: pb.SaveRequest, context: Context) -> None:
         """See the proto; registered by :func:`add_to_server`."""
@@ -168,7 +170,7 @@ class KvTierServicer(kvtier_pb2_grpc.KvTierServiceServicer):
                 self._calls.undo_load(attached, ticket)
                 raise
 
-        await self._serve(context, "Load", work)
+        await self._serve(context, "Load", partial(self._calls.whose, request), work)
 
     async def Prefetch(self, request: pb.PrefetchRequest, context: Context) -> None:
         """See the proto."""
@@ -178,17 +180,20 @@ class KvTierServicer(kvtier_pb2_grpc.KvTierServiceServicer):
             async for step in self._calls.prefetch_steps(ticket, wait=request.wait):
                 await context.write(step)
 
-        await self._serve(context, "Prefetch", work)
+        await self._serve(context, "Prefetch", partial(self._calls.whose, request), work)
 
     async def SaveBytes(self, request_iterator: AsyncIterator[pb.SaveBytesRequest], context: Context) -> Any:
         """See the proto."""
+        first = pb.SaveBytesRequest()
 
         async def work() -> pb.SaveBytesResponse:
+            nonlocal first
             saver: BytesSaver | None = None
             began_s = self._rt.now()
             try:
                 async for part in request_iterator:
                     if saver is None:
+                        first = part
                         attached = self._calls.session(part.session)
                         realm = await self._calls.realm(attached, part.tenant)
                         saver = BytesSaver(self._rt, attached, realm, checked_ttl(part.ttl_ms))
@@ -205,7 +210,7 @@ class KvTierServicer(kvtier_pb2_grpc.KvTierServiceServicer):
                 note_save(realm.tenant.name, outcomes)
             return pb.SaveBytesResponse(boot_epoch=self._rt.boot_epoch, outcomes=outcomes)  # type: ignore[arg-type]
 
-        return await self._serve(context, "SaveBytes", work)
+        return await self._serve(context, "SaveBytes", lambda: self._calls.whose(first), work)
 
     async def LoadBytes(self, request: pb.LoadBytesRequest, context: Context) -> None:
         """See the proto."""
@@ -236,7 +241,7 @@ class KvTierServicer(kvtier_pb2_grpc.KvTierServiceServicer):
                 self._rt.release_if_open(attached, ticket.ticket_id, [])
             await context.write(pb.LoadBytesResponse(boot_epoch=self._rt.boot_epoch, done=True, reason=reason))  # type: ignore[arg-type]
 
-        await self._serve(context, "LoadBytes", work)
+        await self._serve(context, "LoadBytes", partial(self._calls.whose, request), work)
 
 
 def add_to_server(servicer: KvTierServicer, server: HandlerServer) -> None:

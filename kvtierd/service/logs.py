@@ -10,10 +10,28 @@ from typing import Final
 
 from kvtierd.config import LogConfig
 
-SLOW_EVERY_S: Final = 10.0
-"""Of each kind of operation at most one warning in this time; the next one tells how many there were in between."""
+EVERY_S: Final = 10.0
+"""Of each kind of line that others can bring about at most one in this time."""
 
 log = logging.getLogger(__name__)
+
+
+class Seldom:
+    """Keeps lines of which there might be any number down to a few. Used on the event loop."""
+
+    def __init__(self) -> None:
+        self._told: dict[str, tuple[float, int]] = {}
+        """Of each kind, of which there are few: when it was last told, and how many were not since."""
+
+    def more(self, kind: str) -> str | None:
+        """What to add to a line of a kind: how many there were that were not told. None: do not write this one."""
+        now = time.monotonic()
+        told_s, silent = self._told.get(kind, (-EVERY_S, 0))
+        if now - told_s < EVERY_S:
+            self._told[kind] = told_s, silent + 1
+            return None
+        self._told[kind] = now, 0
+        return f"; {silent} more since the last such line" if silent else ""
 
 
 class SlowLog:
@@ -25,21 +43,15 @@ class SlowLog:
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
-        self._told: dict[str, tuple[float, int]] = {}
-        """Of each kind: when it was last told, and how many were not since."""
+        self._seldom = Seldom()
 
     def check(self, kind: str, seconds: float, detail: str = "") -> None:
         """Warn if an operation of a kind, of which there are few, was slow."""
         if not self._limit_s or seconds < self._limit_s:
             return
-        now = time.monotonic()
-        told_s, silent = self._told.get(kind, (-SLOW_EVERY_S, 0))
-        if now - told_s < SLOW_EVERY_S:
-            self._told[kind] = told_s, silent + 1
-            return
-        self._told[kind] = now, 0
-        more = f"; {silent} more since the last such line" if silent else ""
-        log.warning("slow: %s took %.2f s%s%s", kind, seconds, f" ({detail})" if detail else "", more)
+        more = self._seldom.more(kind)
+        if more is not None:
+            log.warning("slow: %s took %.2f s%s%s", kind, seconds, f" ({detail})" if detail else "", more)
 
 
 class JsonFormatter(logging.Formatter):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvtierd.service import fdpass
+from kvtierd.service import fdpass, logs
 from kvtierd.service.peers import Peers
 from kvtierd.v1 import fdpass_pb2 as pb
 from tests.cpu.tools import Daemon, Raw, until
@@ -55,3 +55,25 @@ def test_of_several_users_the_one_with_the_most_strangers_makes_place(
     raw()
     assert others[0].receive()[0].error.reason == "LIMIT"
     assert first.join(b"token-1").HasField("joined")
+
+
+def test_nobody_fills_the_log(
+    daemon: Daemon, raw: Connect, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packets that are none, or join twice: a line of each kind now and then, which says how many there were."""
+    member = raw()
+    assert member.join(b"token-1").HasField("joined")
+    for _ in range(50):
+        stranger = raw()
+        stranger.sock.send(b"\xff\xff\xff")
+        assert stranger.receive()[0].error.reason == "BAD_REQUEST"
+    member.send(join=pb.Join(session=b"token-1", shard=-1, numa_node=-1))
+    assert member.receive()[0].error.reason == "BAD_REQUEST"
+    lines = [r.getMessage() for r in caplog.records if "on the descriptor socket" in r.getMessage()]
+    assert len(lines) == 2, "one of strangers, and one of an engine, which they do not hide"
+    assert "of session" in lines[1]
+    monkeypatch.setattr(logs, "EVERY_S", 0.0)
+    last = raw()
+    last.sock.send(b"\xff\xff\xff")
+    assert last.receive()[0].error.reason == "BAD_REQUEST"
+    assert "49 more since the last such line" in caplog.text

@@ -11,13 +11,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import grpc
 import pytest
 from click.testing import CliRunner
 
 from kvtierd.cli import cli
 from kvtierd.client import Client
-from kvtierd.errors import RequestError
+from kvtierd.errors import DaemonUnavailableError, RequestError
 from kvtierd.testing.daemon import DaemonProcess
+from kvtierd.v1 import kvtier_pb2 as pb
+from kvtierd.v1 import kvtier_pb2_grpc
 
 KIB64 = 64 << 10
 KEYS = [bytes([n]) * 32 for n in range(1, 25)]
@@ -74,6 +77,7 @@ def test_json_lines_tell_each_decision(make_daemon: Callable[..., DaemonProcess]
     assert told["pin"][0]["copies"] == 1
     (refused,) = told["refuse"]
     assert (refused["call"], refused["reason"]) == ("Pin", "bad_request")
+    assert (refused["session"], refused["tenant"]) == (saves[0]["session"], "acme")
     assert token.hex() not in daemon.log()
     assert not any(key.hex() in daemon.log() for key in KEYS)
 
@@ -100,6 +104,45 @@ def test_lines_of_several_tenants_name_each(make_daemon: Callable[..., DaemonPro
     assert ("extent retired", "cpu", "acme", 1) in told and ("evict", "cpu", "acme", None) in told
     assert [line["msg"].removeprefix("limits of tenant 'b' are now ") for line in lines if "are now" in line["msg"]] == [
         "cpu_quota 524288, cpu_ttl 600", "class premium, cpu_quota 524288, cpu_reserve 25%, cpu_ttl 600", "none",
+    ]  # fmt: skip
+
+
+def test_what_is_refused_is_told_with_its_tenant(
+    make_daemon: Callable[..., DaemonProcess], make_client: Callable[..., Client]
+) -> None:
+    """Whichever way it comes: as a call of its own or down a stream, of a session's tenant or of another, or without a session."""
+    daemon = make_daemon(**CONFIG, log={"level": "debug", "json_lines": True})
+    client = make_client(daemon, KIB64, tenant="acme")
+    assert client.wait_attached(20.0)
+    token = client.session_token
+    with pytest.raises(RequestError):
+        client.pin(KEYS[:1], -1.0)
+    with pytest.raises(RequestError):
+        client.pin(KEYS[:1], -1.0, tenant="other firm")
+    with pytest.raises(DaemonUnavailableError):
+        make_client(daemon, KIB64, tenant="no name", timeout_s=1.0)
+    with grpc.insecure_channel(daemon.address) as channel:
+        stub = kvtier_pb2_grpc.KvTierServiceStub(channel)
+        for call in (
+            lambda: stub.Lookup(pb.LookupRequest(session=token, keys=b"short")),
+            lambda: stub.Lookup(pb.LookupRequest(session=token, keys=b"short", tenant="third")),
+            lambda: stub.Lookup(pb.LookupRequest(session=b"nobody's", keys=bytes(32), tenant="fourth")),
+            lambda: stub.SaveBytes(iter([pb.SaveBytesRequest(session=token, tenant="fifth", key=b"short")])),
+            lambda: list(stub.Load(pb.LoadRequest(session=token, keys=b"short", tenant="sixth"))),
+        ):
+            with pytest.raises(grpc.RpcError):
+                call()
+    client.close()
+    assert daemon.stop() == 0
+    lines = [json.loads(line) for line in daemon.log().splitlines()]
+    told = [(line["call"], line.get("session"), line.get("tenant")) for line in lines if line.get("decision") == "refuse"]
+    mine = told[0][1]
+    assert mine
+    assert told[:2] == [("Pin", mine, "acme"), ("Pin", mine, "other firm")]
+    assert ("Attach", None, "no name") in told
+    assert [line for line in told[2:] if line[0] != "Attach"] == [
+        ("Lookup", mine, "acme"), ("Lookup", mine, "third"), ("Lookup", None, "fourth"), ("SaveBytes", mine, "fifth"),
+        ("Load", mine, "sixth"),
     ]  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from kvtierd.client import Client
 from kvtierd.config import LogConfig
 from kvtierd.model import Namespace
 from kvtierd.service import logs
-from kvtierd.service.logs import SLOW_EVERY_S, SlowLog
+from kvtierd.service.logs import EVERY_S, SlowLog
 from kvtierd.testing.daemon import DaemonProcess
 
 
@@ -43,10 +43,10 @@ def test_each_kind_is_told_now_and_then_and_what_was_left_out_is_counted(
         slow.check("Load", 2.0)
     slow.check("Save", 2.0)
     assert caplog.messages == ["slow: Load took 2.00 s", "slow: Save took 2.00 s"]
-    clock[0] += SLOW_EVERY_S
+    clock[0] += EVERY_S
     slow.check("Load", 3.0)
     assert caplog.messages[2:] == ["slow: Load took 3.00 s; 4 more since the last such line"]
-    clock[0] += SLOW_EVERY_S
+    clock[0] += EVERY_S
     slow.check("Load", 3.0)
     assert caplog.messages[3:] == ["slow: Load took 3.00 s"]
 
