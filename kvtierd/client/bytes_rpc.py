@@ -10,6 +10,7 @@ import numpy as np
 
 from kvtierd import tracing
 from kvtierd.client.buffers import Bytes1D
+from kvtierd.client.control import count_missed
 from kvtierd.client.deadline import Deadline
 from kvtierd.client.loading import wire_reason
 from kvtierd.client.results import LoadedBytes, LoadResult, SaveResult
@@ -94,6 +95,7 @@ def load_bytes(session: Session, packed: bytes, deadline: Deadline, *, each: boo
             result.reason = Reason.DEADLINE if isinstance(e, CallTimeoutError) else Reason.UNSPECIFIED
             break
         if result.reason is not None and not each:
+            count_missed(session, packed, start + session.keys_per_call)
             break
     if each:
         result.loaded = len(result.blocks)

@@ -22,6 +22,18 @@ def _parts(session: Session, packed: bytes) -> list[bytes]:
     return [packed] if len(packed) <= size else [packed[i : i + size] for i in range(0, len(packed), size)]
 
 
+def count_missed(session: Session, packed: bytes, start: int) -> None:
+    """Have the daemon count the blocks from ``start`` on as missed, which a load does not ask for, as it met a miss before them.
+
+    Unless the first of them is held. Nobody waits for it.
+    """
+    if key := packed[start * KEY_BYTES : (start + 1) * KEY_BYTES]:
+        message = pb.AttachRequest()
+        message.call.lookup.keys = key
+        message.call.lookup.missed = len(packed) // KEY_BYTES - start
+        session.stream.post(message)
+
+
 def lookup(session: Session, packed: bytes, deadline: Deadline, *, each: bool, tenant: str = "") -> LookupResult:
     """See ``Client.lookup``.
 

@@ -14,6 +14,7 @@ from typing import Final
 import numpy as np
 
 from kvtierd.client.buffers import Bytes1D, count_keys
+from kvtierd.client.control import count_missed
 from kvtierd.client.copying import GROUP_BYTES, Copier, Job
 from kvtierd.client.deadline import Deadline
 from kvtierd.client.results import LoadResult
@@ -181,6 +182,7 @@ class Loading:
                 self._reason = self._reason or call.reason
                 complete = len(self._loaded) == min(start + size, len(self._blocks))
                 if self._reason in (Reason.DEADLINE, Reason.DRAINING) or not (self._each or complete):
+                    count_missed(self._session, self._packed, start + (size if following is None else 2 * size))
                     break
         except RequestError as e:
             self._reason = e.reason

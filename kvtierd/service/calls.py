@@ -16,7 +16,7 @@ from kvtierd.core.realm import Realm
 from kvtierd.core.saves import HELD, OUTCOME_NAMES, WHOLE, Request
 from kvtierd.core.tickets import ReadTicket, SaveTicket
 from kvtierd.errors import Reason, RequestError
-from kvtierd.model import MAX_KEYS_PER_CALL, MAX_TTL_S, Tier, count_keys, split_keys
+from kvtierd.model import KEY_BYTES, MAX_KEYS_PER_CALL, MAX_TTL_S, Tier, count_keys, split_keys
 from kvtierd.model import in_device as is_in_device
 from kvtierd.runtime import Attached, Runtime, decisions
 from kvtierd.service.admission import Admission
@@ -145,6 +145,10 @@ class Calls:
         """See ``KvTierService.Lookup``."""
         realm = await self.realm(attached, request.tenant)
         count = count_keys(request.keys)
+        if request.missed and count:
+            first = request.keys[:KEY_BYTES]
+            is_held = self._rt.core.expect(self._rt.now(), realm, first, min(request.missed, MAX_KEYS_PER_CALL))
+            return pb.LookupResponse(boot_epoch=self._epoch, held=int(is_held))
         held, tiers = self._rt.lookup(realm, request.keys, each=request.each)
         self._metrics.lookup(realm.tenant.name, held, count)
         if (span := tracing.current()) is not tracing.NO_SPAN:

@@ -282,16 +282,18 @@ class CallError(_message.Message):
     def __init__(self, code: _Optional[int] = ..., reason: _Optional[_Union[ErrorReason, str]] = ..., message: _Optional[str] = ..., retry_after_ms: _Optional[int] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("session", "keys", "tenant", "each")
+    __slots__ = ("session", "keys", "tenant", "each", "missed")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     EACH_FIELD_NUMBER: _ClassVar[int]
+    MISSED_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     keys: bytes
     tenant: str
     each: bool
-    def __init__(self, session: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., tenant: _Optional[str] = ..., each: bool = ...) -> None: ...
+    missed: int
+    def __init__(self, session: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., tenant: _Optional[str] = ..., each: bool = ..., missed: _Optional[int] = ...) -> None: ...
 
 class LookupResponse(_message.Message):
     __slots__ = ("boot_epoch", "held", "tiers")

@@ -70,3 +70,21 @@ def test_too_many_keys_together(make_daemon: MakeDaemon, make_client: MakeClient
     assert refused.value.reason is Reason.TOO_MANY_KEYS
     with client.reserve([os.urandom(32)], before=before[32:], timeout_s=20) as reservation:
         assert reservation.granted == [0]
+
+
+@pytest.mark.parametrize("bytes_only", [False, True])
+def test_all_that_a_load_does_not_get_counts_as_missed(make_daemon: MakeDaemon, make_client: MakeClient, bytes_only: bool) -> None:
+    """Also where it takes several calls, and the first of them has met the end of what is held."""
+    daemon = make_daemon(cpu={"capacity": "4MiB", "extent": "1MiB", "prefault": False}, nvme={"capacity": "0"})
+    client = make_client(daemon, BLOCK, bytes_only=bytes_only)
+    keys = [os.urandom(32) for _ in range(40)]
+    assert client.save(keys[:1], [bytes(BLOCK)]).saved == 1
+
+    def counted(name: str) -> float:
+        return daemon.status().counters[name]
+
+    others = [os.urandom(32) for _ in range(40)]
+    for asked, expected in ((keys, (1, 39)), (keys, (2, 78)), (others, (2, 118)), (keys[:2], (3, 119))):
+        assert client.load(asked, [bytearray(BLOCK) for _ in asked]).loaded == (asked[0] == keys[0])
+        assert client.lookup(keys[:1]).held == 1  # what was posted before it has been served
+        assert (counted("kvtierd_hits_total"), counted("kvtierd_misses_total")) == expected
