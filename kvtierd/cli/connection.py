@@ -20,11 +20,13 @@ from grpc_status import rpc_status
 from kvtierd.cli.reaching import tcp_problem
 from kvtierd.client.tokens import authorization
 from kvtierd.errors import ConfigError, DaemonUnavailableError, Reason, RequestError
+from kvtierd.plain_file import read_plain
 from kvtierd.v1 import admin_pb2_grpc
 
 __all__ = ["DEFAULT_TIMEOUT_S", "AdminConnection", "Target", "grpc_target"]
 
 DEFAULT_TIMEOUT_S: Final = 10.0
+MAX_PEM_BYTES: Final = 1 << 20
 _MAX_MESSAGE_BYTES: Final = 64 << 20
 
 T = TypeVar("T")
@@ -136,9 +138,9 @@ def _read(path: Path | None) -> bytes | None:
     if path is None:
         return None
     try:
-        return path.read_bytes()
-    except OSError as e:
-        raise ConfigError(f"cannot read {path}: {e.strerror}") from e
+        return read_plain(str(path), MAX_PEM_BYTES)
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"cannot read {path}: {e.strerror if isinstance(e, OSError) else e}") from e
 
 
 def _check_socket(path: Path) -> None:

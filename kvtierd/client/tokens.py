@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
 from typing import Final
 
 from kvtierd.errors import ConfigError
+from kvtierd.plain_file import read_plain
 
 TOKEN_VARIABLE: Final = "KVTIERD_TOKEN_FILE"  # noqa: S105 - a variable's name
 MAX_TOKEN_BYTES: Final = 2048
@@ -28,15 +28,12 @@ def authorization(path: str | os.PathLike[str]) -> Metadata:
     """
     if not path:
         return ()
-    if Path(path).exists() and not Path(path).is_file():  # a pipe would be waited for
-        raise ConfigError(f"cannot read the token file {os.fspath(path)}: it is no plain file")
     try:
-        with Path(path).open("rb") as file:
-            data = file.read(MAX_TOKEN_BYTES + 1)
-    except OSError as e:
-        raise ConfigError(f"cannot read the token file {os.fspath(path)}: {e.strerror}") from e
-    token = data.strip()
-    if len(data) > MAX_TOKEN_BYTES or not re.fullmatch(rb"[\x21-\x7e]+", token):
+        token = read_plain(os.fspath(path), MAX_TOKEN_BYTES).strip()
+    except (OSError, ValueError) as e:
+        why = e.strerror if isinstance(e, OSError) else e
+        raise ConfigError(f"cannot read the token file {os.fspath(path)}: {why}") from e
+    if not re.fullmatch(rb"[\x21-\x7e]+", token):
         raise ConfigError(
             f"the token file {os.fspath(path)} holds no token: it takes one line of at most {MAX_TOKEN_BYTES} characters, no spaces"
         )

@@ -21,9 +21,9 @@ from typing import Final
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
 
 from kvtierd.errors import ConfigError, Reason, RequestError
+from kvtierd.plain_file import read_plain
 from kvtierd.runtime.tenants import check_name
 from kvtierd.tenant_config import fault_text, name_problem
-from kvtierd.tiers.json_file import read_plain
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from typing import Final
 import grpc
 
 from kvtierd.errors import ConfigError
+from kvtierd.plain_file import read_plain
 from kvtierd.runtime.tokens import CHECK_S, Stamp, reason_of, stamp_of
-from kvtierd.tiers.json_file import read_plain
 
 MAX_FILE_BYTES: Final = 1 << 20
 

@@ -20,8 +20,8 @@ from typing import Final, Protocol
 
 from kvtierd.errors import StartupError
 from kvtierd.memory import create_memfd, create_memory_file, is_sealed
+from kvtierd.plain_file import read_plain
 from kvtierd.tiers.folder import file_system_of
-from kvtierd.tiers.json_file import read_plain
 
 log = logging.getLogger(__name__)
 

@@ -17,9 +17,10 @@ from typing import Any, Final
 
 from kvtierd.errors import RequestError
 from kvtierd.model import FORMAT_VERSION, Namespace
+from kvtierd.plain_file import read_plain
 from kvtierd.tiers.base import RealmInfo
 from kvtierd.tiers.folder import Folder
-from kvtierd.tiers.json_file import checked, checksum, parse_object, read_json, read_plain, seal
+from kvtierd.tiers.json_file import checked, checksum, parse_object, read_json, seal
 from kvtierd.tiers.membership import Membership, first_membership, membership_from
 from kvtierd.tiers.record import MAX_REALM_ID, POOL_ID_BYTES
 

@@ -424,3 +424,6 @@ def test_tls_options_must_fit(kvtierd: Kvtierd, tmp_path: Path) -> None:
     assert kvtierd("status", "--address", "/x/y.sock", "--tls-ca", pem).exit_code == 2
     assert kvtierd("status", "--address", "localhost:1", "--tls-cert", pem).exit_code == 2
     assert kvtierd("status", "--address", "localhost:1", "--tls-ca", tmp_path / "none.pem").exit_code == 2
+    os.mkfifo(tmp_path / "pipe")  # never waited for
+    said = kvtierd("status", "--address", "localhost:1", "--tls-ca", tmp_path / "pipe")
+    assert said.exit_code == 2 and "it is no plain file" in said.output

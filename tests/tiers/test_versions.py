@@ -17,11 +17,12 @@ import xxhash
 
 from kvtierd.errors import StartupError
 from kvtierd.model import FORMAT_VERSION, NO_END, slot_id
+from kvtierd.plain_file import MAX_FILE_BYTES
 from kvtierd.tiers.base import Result
 from kvtierd.tiers.budget_file import SavedBudget
 from kvtierd.tiers.folder import Folder
 from kvtierd.tiers.journal import LOST_GENERATIONS
-from kvtierd.tiers.json_file import MAX_FILE_BYTES, checksum
+from kvtierd.tiers.json_file import checksum
 from kvtierd.tiers.log_file import MAX_GAP_BYTES
 from kvtierd.tiers.nvme import NvmeStore
 from kvtierd.tiers.record import FILE_HEADER_BYTES, LOG_VERSION, MAX_GENERATION, RECORD_BYTES, FileHeader, pack_record

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from kvtierd import plain_file
 from kvtierd.runtime import runtime, sessions
 from kvtierd.testing.simulation.fileobject import SimFile
 from kvtierd.testing.simulation.syscalls import SimOs
@@ -19,7 +20,6 @@ from kvtierd.tiers import (
     folder,
     io_engine,
     journal,
-    json_file,
     log_file,
     membership,
     nvme,
@@ -53,10 +53,10 @@ def installed(world: World, system: SimOs) -> Iterator[None]:
 def _replacements(world: World, system: SimOs) -> Iterator[tuple[types.ModuleType, str, Any]]:
     threading = SimThreading(world)
     for module in (
-        io_engine, folder, membership, nvme_fit, nvme_open, segments, journal, log_file, json_file, budget_file, pool_file,
+        io_engine, folder, membership, nvme_fit, nvme_open, segments, journal, log_file, plain_file, budget_file, pool_file,
     ):  # fmt: skip
         yield module, "os", system
-    for module in (folder, journal, log_file, json_file, budget_file, pool_file):
+    for module in (folder, journal, log_file, plain_file, budget_file, pool_file):
         yield module, "open", system.open_file
     for module in (folder, segments, journal, slot_io, nvme, executor):
         yield module, "threading", threading
