@@ -10,6 +10,7 @@ alone, in memory and on one thread, comes with it. Prints the tables of results/
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import mmap
 import os
 import statistics
@@ -123,6 +124,10 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=256, help="of each round, each way (default 256)")
     args = parser.parse_args()
     end_in_order()
+    if not args.folder.is_dir():
+        parser.error(f"{args.folder} is no folder")
+    if importlib.util.find_spec("cryptography") is None:
+        parser.error("encryption needs the package cryptography, which the extra `encryption` brings, and so does make venv")
     rows = []
     for size in (256 << 10, 2 * MIB, 8 * MIB):
         with scratch_folder(args.folder, "kvtierd-encryption-") as folder:

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """How much of the prompts is computed again, with the engine's own cache alone and with kvtierd's tiers below it.
 
-    .venv/bin/python loadtest/recompute.py [rag-chat|agents|documents] [--conversations N]
+    .venv/bin/python loadtest/recompute.py [rag-chat|agents|documents] [--conversations N] [--output FOLDER]
 
 Drives the daemon's own core in virtual time (the simulation of `kvtierd replay`) over a trace of loadtest/workloads.py, and writes
-results/recompute.json and recompute.md. The engine's cache is as large as makes it recompute 38 % of the prompt tokens of RAG chat
-alone, which is what was published for vLLM's prefix cache on such traffic; the tiers are multiples of that. The other workloads get
-caches of the same sizes, so RAG chat is run first. Takes about ten minutes of one core each.
+recompute.json and recompute.md to loadtest/out, or with `--output loadtest/results` the published ones. The engine's cache is as
+large as makes it recompute 38 % of the prompt tokens of RAG chat alone, which is what was published for vLLM's prefix cache on such
+traffic; the tiers are multiples of that. The other workloads get caches of the same sizes, so RAG chat is run first. Takes about
+ten minutes of one core each.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from kvtierd.model import Tier
 from kvtierd.replay.simulate import SimSettings, Simulation
 from kvtierd.replay.trace import Request, ideal_hits
 
-RESULTS = Path(__file__).parent / "results"
+OUT = Path(__file__).parent / "out"
 ENGINE_ALONE = 0.38
 """Published for vLLM's prefix cache: 38 % recomputed; 17 % with SGLang, 11 % with LMCache on CPU and NVMe, 6 % cluster-wide."""
 CPU, NVME = 3, 12
@@ -126,8 +127,8 @@ def section(kind: str, one: dict[str, Any], engine: int) -> list[str]:
     return lines
 
 
-def measure(kind: str, conversations: int | None, found: dict[str, Any]) -> None:
-    """Run a workload with each set of tiers; ``found`` is written at the end."""
+def measure(kind: str, conversations: int | None, found: dict[str, Any], path: Path) -> None:
+    """Run a workload with each set of tiers; ``found`` is written to ``path`` at the end, and its page beside it."""
     options = parser_of(kind, argparse.ArgumentParser()).parse_args([])
     for name, value in (TRAFFIC[kind] | ({"conversations": conversations} if conversations else {})).items():
         setattr(options, name, value)
@@ -163,22 +164,27 @@ def measure(kind: str, conversations: int | None, found: dict[str, Any]) -> None
         row = {"name": name, "ideal": round(share(tokens, ideal_hits(requests)[0]), 4), **run(requests, sizes, tokens)}
         print(f"{kind}: {name}: {row['recomputed']:.1%} (at least {row['ideal']:.1%})", flush=True)
         one["rows"].append(row)
-    (RESULTS / "recompute.json").write_text(json.dumps(found, indent=1) + "\n")
-    (RESULTS / "recompute.md").write_text(page(found))
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    path.with_suffix(".md").write_text(page(found))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Share of prompt tokens that is recomputed, by tiers.")
     parser.add_argument("workload", nargs="?", choices=list(TRAFFIC), help="only this one; RAG chat says how large the caches are")
     parser.add_argument("--conversations", type=int)
+    parser.add_argument("--output", type=Path, default=OUT, help="folder for the results (default loadtest/out)")
     chosen = parser.parse_args()
-    path = RESULTS / "recompute.json"
+    try:
+        chosen.output.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        parser.error(f"results cannot be written to --output {chosen.output}: {e.strerror}")
+    path = chosen.output / "recompute.json"
     found: dict[str, Any] = json.loads(path.read_text()) if chosen.workload and path.exists() else {"workloads": {}}
     if chosen.workload not in (None, "rag-chat") and "engine_blocks" not in found:
         parser.error(f"{path} does not say how large the engine's cache is: run rag-chat first")
     found["date"] = datetime.datetime.now(datetime.UTC).date().isoformat()
     for kind in [chosen.workload] if chosen.workload else TRAFFIC:
-        measure(kind, chosen.conversations, found)
+        measure(kind, chosen.conversations, found, path)
 
 
 if __name__ == "__main__":

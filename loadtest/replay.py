@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Replays a trace in the simulation of `kvtierd replay` with every option of the policy; writes results/policy.json and policy.md.
+"""Replays a trace in the simulation of `kvtierd replay` with every option of the policy; writes policy.json and policy.md.
 
-    .venv/bin/python loadtest/replay.py TRACE [--only WORDS] [--missing]
+    .venv/bin/python loadtest/replay.py TRACE [--only WORDS] [--missing] [--output FOLDER]
 
-TRACE is Mooncake's conversation trace (see traces/README.md). All cases take about ten minutes of one core. `--only` measures the
-cases whose name has these words and `--missing` those that the file lacks; the others of the file are kept.
+The published results are of Mooncake's conversation trace (see traces/README.md), of which all cases take about ten minutes of one
+core. `--only` measures the cases whose name has these words and `--missing` those that the file lacks; the others of the file are
+kept where they are of the same trace. Results go to loadtest/out, and with `--output loadtest/results` to the published ones.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from kvtierd.model import Tier
-from kvtierd.replay.capacity import parse_capacity
+from kvtierd.replay.capacity import CapacityError, parse_capacity
 from kvtierd.replay.simulate import SimSettings, Simulation
-from kvtierd.replay.trace import Request, read_trace
+from kvtierd.replay.trace import Request, TraceError, read_trace
 
-RESULTS = Path(__file__).parent / "results"
+OUT = Path(__file__).parent / "out"
 GIB = 2**30
+MOONCAKE = ("mooncake_conversation.jsonl", "conversation_trace.jsonl")
+"""Names that the public trace goes by."""
 POLICIES: dict[str, dict[str, Any]] = {"LRU": {}, "turn bonus 60 s": {"turn_bonus_s": 60.0}, "ARC": {"eviction": "arc"}}
 SECOND = {"second_use": True}
 
@@ -61,13 +64,14 @@ def measure(capacity: str, options: dict[str, Any], requests: list[Request], dis
 
 def page(found: dict[str, Any]) -> str:
     """The table as Markdown."""
+    public = ", the conversation trace of the Mooncake artefact (FAST'25; see ../traces/README.md)"
     lines = [
         "# Policy, on a public trace",
         "",
         f"Written by `python loadtest/replay.py TRACE` on {found['date']}. The figures are those of the simulation of",
         "`kvtierd replay`, which drives the daemon's own core in virtual time, with moves that take no time. Raw: `policy.json`.",
         "",
-        f"- trace: `{found['trace']}`, the conversation trace of the Mooncake artefact (FAST'25; see ../traces/README.md): "
+        f"- trace: `{found['trace']}`{public if found['trace'] in MOONCAKE else ''}: "
         f"{found['requests']:,} requests, {found['blocks']:,} blocks, {found['distinct']:,} distinct",
         f"- a cache that forgets nothing would hit {found['ideal']:.4f}",
         "- a hit is a block of the prefix that is present when its request arrives; ratios are of all blocks of all requests",
@@ -105,7 +109,7 @@ def write(path: Path, trace: str, distinct: int, rows: list[dict[str, Any]]) -> 
         "cases": rows,
     }
     path.write_text(json.dumps(found, indent=1) + "\n")
-    (RESULTS / "policy.md").write_text(page(found))
+    path.with_suffix(".md").write_text(page(found))
 
 
 def main() -> None:
@@ -113,17 +117,26 @@ def main() -> None:
     parser.add_argument("trace", type=Path)
     parser.add_argument("--only", default="", help="only cases with these words in capacity, tiers or option")
     parser.add_argument("--missing", action="store_true", help="only cases that the file does not have")
+    parser.add_argument("--output", type=Path, default=OUT, help="folder for the results (default loadtest/out)")
     chosen = parser.parse_args()
-    requests = read_trace(chosen.trace, partial=True)
+    try:
+        requests = read_trace(chosen.trace, partial=True)
+        chosen.output.mkdir(parents=True, exist_ok=True)
+    except (TraceError, OSError) as e:
+        parser.error(str(e))
     distinct = len({b for r in requests for b in r.blocks})
-    path = RESULTS / "policy.json"
-    rows = {_name(row): row for row in json.loads(path.read_text())["cases"]} if path.exists() else {}
+    path = chosen.output / "policy.json"
+    before = json.loads(path.read_text()) if path.exists() else {}
+    rows = {_name(row): row for row in before["cases"]} if before.get("trace") == chosen.trace.name else {}
     every = [({"capacity": capacity, "tiers": what, "option": option}, settings) for capacity, what, option, settings in cases()]
     for row, settings in every:
         name = _name(row)
         if chosen.only not in name or (chosen.missing and name in rows):
             continue
-        figures = measure(row["capacity"], settings, requests, distinct)
+        try:
+            figures = measure(row["capacity"], settings, requests, distinct)
+        except CapacityError:
+            parser.error(f"{row['capacity']} of the {distinct} distinct blocks of {chosen.trace} is none: take a longer trace")
         written = figures["nvme_written_bytes"] / GIB
         print(f"{name}: {figures['prefix_hit_ratio']:.4f}, {written:,.0f} GiB, {figures['seconds']:.0f} s", flush=True)
         rows[name] = row | {"figures": figures}

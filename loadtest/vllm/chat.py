@@ -25,6 +25,7 @@ from typing import Any
 
 import aiohttp
 
+from kvtierd.lifetime import LOCK, keep
 from kvtierd.model import Tier
 from kvtierd.replay.simulate import SimSettings, Simulation
 from kvtierd.replay.trace import Request, ideal_hits
@@ -381,6 +382,14 @@ def versions(python: str) -> dict[str, str]:
     if not found["vllm"]:
         raise ChatError(f"{python} has no vLLM; name an interpreter with --python")
     return found
+
+
+def kept_logs(scratch: Path) -> str:
+    """Let what a run has left in its folder stay. Returns a line that says where it is; empty where there is nothing."""
+    if all(path.name == LOCK for path in scratch.iterdir()):
+        return ""
+    keep(scratch)
+    return f"logs are in {scratch}"
 
 
 def say(text: str) -> None:

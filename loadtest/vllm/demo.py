@@ -28,6 +28,7 @@ from loadtest.vllm.chat import (
     ChatError,
     Outcome,
     Served,
+    kept_logs,
     make_model,
     needs,
     parser,
@@ -127,9 +128,9 @@ def run(options: argparse.Namespace, scratch: Path, console: Console) -> int:
         cases = [Case("without kvtierd"), Case("with kvtierd", cpu, 1 << 30)]
         found = [figures(served.run(case, (restart,))) for case in cases]
     except (ChatError, StartupError) as e:
-        keep(scratch)
         console.print(f"the demo has failed: {e}", style="bold red", highlight=False, markup=False)
-        console.print(f"logs are in {scratch}", highlight=False)
+        if told := kept_logs(scratch):
+            console.print(told, highlight=False)
         return 1
     (options.output / "demo.json").write_text(json.dumps({"machine": of, "engine_blocks": asked.engine, "cases": found}) + "\n")
     draw(options.output / "demo.png", found, restart)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtierd.errors import StartupError
-from kvtierd.lifetime import end_in_order, keep, scratch_folder
+from kvtierd.lifetime import end_in_order, scratch_folder
 from loadtest.engines.figures import machine
 from loadtest.vllm.chat import (
     BLOCK_BYTES,
@@ -29,6 +29,7 @@ from loadtest.vllm.chat import (
     Needs,
     Outcome,
     Served,
+    kept_logs,
     make_model,
     needs,
     parser,
@@ -160,8 +161,7 @@ def run(options: argparse.Namespace, scratch: Path) -> int:
             say(f"{case.name}: {row['recomputed']:.1%} computed, {row['ttft_ms']}, {row['tokens']}, {row['loads']}")
             (options.output / "rag_chat.json").write_text(json.dumps(found) + "\n")
     except (ChatError, StartupError) as e:
-        keep(scratch)
-        print(f"this has failed: {e}\nlogs are in {scratch}", file=sys.stderr)
+        print(f"this has failed: {e}\n{kept_logs(scratch)}".rstrip(), file=sys.stderr)
         return 1
     if options.page is not None:
         options.page.write_text(page(found))
