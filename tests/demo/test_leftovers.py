@@ -48,6 +48,32 @@ def test_a_killed_demo_takes_its_daemon_along_and_the_next_one_cleans_up(tmp_pat
     assert not any(tmp_path.iterdir())
 
 
+TIED = """
+import sys
+from pathlib import Path
+from kvtierd.bench.daemon import BenchDaemon
+from kvtierd.testing.daemon import DaemonProcess
+folder = Path(sys.argv[1])
+daemon = BenchDaemon(folder / "d", {}) if sys.argv[2] == "bench" else DaemonProcess(folder, tie=True)
+daemon.start()
+print(daemon.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("whose", ["bench", "load test"])
+def test_a_daemon_dies_with_who_has_started_it(tmp_path: Path, whose: str) -> None:
+    command, environment = [sys.executable, "-c", TIED, str(tmp_path), whose], os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as holder:
+        assert holder.stdout is not None
+        daemon = os.pidfd_open(int(holder.stdout.readline()))
+        try:
+            holder.kill()
+            assert select.select([daemon], [], [], 20)[0]
+        finally:
+            os.close(daemon)
+
+
 def test_what_is_not_certainly_a_leftover_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The folder for temporary files belongs to everybody."""
     elsewhere = tmp_path / "elsewhere"
