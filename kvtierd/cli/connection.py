@@ -26,6 +26,8 @@ from kvtierd.v1 import admin_pb2_grpc
 __all__ = ["DEFAULT_TIMEOUT_S", "AdminConnection", "Target", "grpc_target"]
 
 DEFAULT_TIMEOUT_S: Final = 10.0
+_OF_THE_CONNECTION: Final = ("failed to connect", "errors resolving", "Socket closed", "Connection reset", "Broken pipe", "GOAWAY")
+"""What gRPC itself says where nobody answers; any other text is the word of who does, such as a proxy."""
 MAX_PEM_BYTES: Final = 1 << 20
 _MAX_MESSAGE_BYTES: Final = 64 << 20
 
@@ -109,7 +111,8 @@ class AdminConnection:
                 f"the daemon at {self.address} did not answer within {timeout_s:g} s; see its log, and whether it is one"
             )
         if code is grpc.StatusCode.UNAVAILABLE:
-            return DaemonUnavailableError(f"no daemon answers at {self.address}: {self._problem()}")
+            ours = not details or any(words in details for words in _OF_THE_CONNECTION)
+            return DaemonUnavailableError(f"no daemon answers at {self.address}: {self._problem() if ours else details}")
         if code is grpc.StatusCode.UNIMPLEMENTED:
             return RequestError(Reason.BAD_REQUEST, f"the daemon at {self.address} does not know this command; it may be older")
         return RequestError(Reason.INTERNAL, f"{code.name}: {details}")
