@@ -30,6 +30,8 @@ VLLM_VERSION ?= 0.32.0
 VLLM_OLDEST := 0.23.0
 VLLM_VENV := .venv-vllm
 VLLM_OLDEST_VENV := .venv-vllm-oldest
+SGLANG_VERSION ?= 0.5.23
+SGLANG_VENV := .venv-sglang
 LOWEST_VENV := .venv-lowest
 # Images are looked after in an environment of its own too, and tried with the Python that they have.
 TOOLS := .venv-tools
@@ -53,7 +55,7 @@ DEMO_ARGS ?=
 BENCH_ARGS ?=
 TEST_ARGS ?=
 
-.PHONY: help venv demo demo-vllm test fuzz simulate campaign soak overload load test-slow test-helm test-lowest test-prometheus test-vllm test-vllm-oldest lock container-check audit lint format proto proto-check proto-baseline docs chart bench bench-peers build clean
+.PHONY: help venv demo demo-vllm test fuzz simulate campaign soak overload load test-slow test-helm test-lowest test-prometheus test-sglang test-vllm test-vllm-oldest lock container-check audit lint format proto proto-check proto-baseline docs chart bench bench-peers build clean
 
 help: ## show this list
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)$$/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -117,6 +119,10 @@ test-vllm: ## run the connector inside real vLLM engines on CPU, in an environme
 test-vllm-oldest: ## the same with the oldest vLLM that is supported
 	@bash tests/vllm/install.sh $(VLLM_OLDEST_VENV) $(VLLM_OLDEST) $(PYTHON)
 	$(VLLM_OLDEST_VENV)/bin/python -m pytest -m "not gpu" tests/vllm tests/connectors $(SIDE_BY_SIDE) $(TEST_ARGS)
+
+test-sglang: ## run the storage backend under SGLang's own cache on CPU memory, in an environment of its own
+	@bash tests/hicache/install.sh $(SGLANG_VENV) $(SGLANG_VERSION) $(PYTHON)
+	$(SGLANG_VENV)/bin/python -m pytest tests/hicache $(TEST_ARGS)
 
 fuzz: $(DEV) ## fuzz all that reads bytes from outside for MINUTES (with Atheris where there is a wheel of it)
 	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(PIP) install -e '.[dev,plot,fuzz]' || \
@@ -200,5 +206,5 @@ audit: $(TOOLS_STAMP) ## ask PyPI for known vulnerabilities of the packages in t
 	    $(TOOLS)/bin/pip-audit --strict --require-hashes --disable-pip -r deploy/docker/locks/$$lock.txt; done
 
 clean: ## remove what make has made
-	rm -rf $(VENV) $(LOWEST_VENV) $(VLLM_VENV) $(VLLM_OLDEST_VENV) $(TOOLS) .prometheus build dist out .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(LOWEST_VENV) $(VLLM_VENV) $(VLLM_OLDEST_VENV) $(SGLANG_VENV) $(TOOLS) .prometheus build dist out .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find kvtierd tests loadtest -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -3,12 +3,13 @@
 Method: every code block of every page is looked at by what it is. Commands of kvtierd are parsed by the command line itself, which
 does nothing then; targets of make must be there; configuration is loaded; programs run, one after the other as a reader would run
 them, against a daemon that is started for it. What belongs to others (docker, helm, systemctl) is checked for the files that it
-names, `vllm serve` for the JSON of its arguments.
+names, the servers of vLLM and SGLang for the JSON of their arguments.
 """
 
 from __future__ import annotations
 
 import grp
+import importlib
 import json
 import pwd
 import re
@@ -24,6 +25,7 @@ from click.testing import CliRunner
 
 from kvtierd.cli import cli
 from kvtierd.config import field_paths, load_config
+from kvtierd.connectors.sglang import settings as sglang
 from kvtierd.connectors.vllm.settings import read_settings
 from kvtierd.service import metrics_reference
 from kvtierd.testing.daemon import DaemonProcess
@@ -159,6 +161,10 @@ def test_commands_are_ones_that_there_are(block: Block, parse: Callable[[list[st
             transfer = json.loads(words[words.index("--kv-transfer-config") + 1])
             assert transfer["kv_connector"] == "KvtierdConnector"
             read_settings(transfer.get("kv_connector_extra_config", {}), {})
+        if "--hicache-storage-backend-extra-config" in words:
+            extra = json.loads(words[words.index("--hicache-storage-backend-extra-config") + 1])
+            assert extra["class_name"] in importlib.import_module(extra["module_path"]).__all__
+            sglang.read_settings(extra)
 
 
 @blocks("toml")
