@@ -8,139 +8,23 @@ the copy between GPU and host memory, which the backend has no part in.
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from queue import Empty
 from typing import Any
 
 import pytest
 import torch
-from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
-from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
-from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
-from sglang.srt.mem_cache.utils import get_storage_hash_str
-from sglang.srt.runtime_context import get_parallel
 
 from kvtierd.connectors.sglang.identity import UnsupportedPoolError, namespace_of
 from kvtierd.connectors.sglang.settings import Settings
 from kvtierd.testing.daemon import DaemonProcess
+from kvtierd.testing.sglang import BACKEND, SMALL, Rank, mha, mla, one_rank
 
-PAGE = 16
-LAYERS, HEADS, HEAD = 3, 2, 32
-DEVICE_TOKENS = 4096
-
-
-class Allocator:
-    """As much of SGLang's allocator as its controller asks for without a GPU: the pool behind it."""
-
-    def __init__(self, pool: MHATokenToKVPool) -> None:
-        self._pool = pool
-
-    def get_kvcache(self) -> MHATokenToKVPool:
-        return self._pool
-
-
-def mha(layout: str, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Pools of a model with K and V: on the device, and of the host."""
-    device = MHATokenToKVPool(
-        size=DEVICE_TOKENS, page_size=PAGE, dtype=dtype, head_num=HEADS, head_dim=HEAD, layer_num=LAYERS, device="cpu",
-        enable_memory_saver=False, enable_alt_stream=False,
-    )  # fmt: skip
-    host = MHATokenToKVPoolHost(
-        device._mha_buffer_info(), host_to_device_ratio=2.0, host_size=0, page_size=PAGE, layout=layout, pin_memory=False,
-        device="cpu", device_capacity_tokens=DEVICE_TOKENS, start_layer=0, end_layer=LAYERS - 1,
-    )  # fmt: skip
-    return device, host
-
-
-def mla(layout: str, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Pools of a model with latent attention."""
-    device = MLATokenToKVPool(
-        size=DEVICE_TOKENS, page_size=PAGE, dtype=dtype, kv_lora_rank=64, qk_rope_head_dim=16, layer_num=LAYERS, device="cpu",
-        enable_memory_saver=False,
-    )  # fmt: skip
-    host = MLATokenToKVPoolHost(
-        device._mla_buffer_info(), host_to_device_ratio=2.0, host_size=0, page_size=PAGE, layout=layout, pin_memory=False,
-        device="cpu", device_capacity_tokens=DEVICE_TOKENS, start_layer=0, end_layer=LAYERS - 1, target_layer_num=LAYERS,
-    )  # fmt: skip
-    return device, host
-
-
-class Engine:
-    """A rank of SGLang: host memory, and the controller with its threads."""
-
-    def __init__(
-        self,
-        address: str,
-        *,
-        pools: Callable[[str, torch.dtype], tuple[Any, Any]] = mha,
-        layout: str = "page_first",
-        dtype: torch.dtype = torch.bfloat16,
-        v1: bool = True,
-        **extra: Any,
-    ) -> None:
-        device, self.host = pools(layout, dtype)
-        config = {
-            "backend_name": "kvtierd",
-            "module_path": "kvtierd.connectors.sglang",
-            "class_name": "KvtierdHiCacheStorage",
-            "interface_v1": int(v1),
-            "kvtierd.address": address,
-            "kvtierd.revision": "1",
-        } | {f"kvtierd.{name}": value for name, value in extra.items()}
-        self.controller = HiCacheController(
-            Allocator(device), self.host, PAGE, None, threading.Event(), storage_backend="dynamic", model_name="tiny",
-            storage_backend_extra_config=json.loads(json.dumps(config)),
-        )  # fmt: skip
-        self.backend = self.controller.storage_backend
-
-    def fill(self, tokens: int, seed: int) -> torch.Tensor:
-        """Host memory of so many tokens, with bytes of its own."""
-        indices = self.host.alloc(tokens)
-        generator = torch.Generator().manual_seed(seed)
-        for first in range(0, tokens, PAGE):
-            page = self.host.get_data_page(indices[first])
-            self.host.set_from_flat_data_page(indices[first], torch.randn(page.shape, generator=generator).to(page.dtype))
-        return indices
-
-    def pages(self, indices: torch.Tensor) -> list[torch.Tensor]:
-        return [self.host.get_data_page(indices[first]).clone() for first in range(0, len(indices), PAGE)]
-
-    def back_up(self, indices: torch.Tensor, tokens: list[int]) -> int:
-        """Have the backup thread write pages. Returns the tokens that are kept."""
-        self.controller.write_storage(indices, tokens, hash_value=get_storage_hash_str(tokens, None, page_size=PAGE))
-        return self.wait(self.controller.ack_backup_queue).completed_tokens
-
-    def prefetch(self, tokens: list[int]) -> tuple[int, torch.Tensor]:
-        """Have the threads look and read, as the scheduler does. Returns the tokens that were read, and where they are."""
-        operation = self.controller.prefetch("r", tokens)
-        found = self.wait(self.controller.prefetch_hit_queue)
-        assert found is operation
-        operation.host_indices = self.host.alloc(operation.storage_hit_count) if operation.storage_hit_count else torch.empty(0)
-        self.controller.prefetch_buffer.put(operation)
-        completed = 0
-        while True:
-            ack = self.wait(self.controller.ack_prefetch_queue)
-            completed = max(completed, ack.completed_tokens or 0)
-            if ack.completed_req:
-                return completed, operation.host_indices[:completed]
-
-    @staticmethod
-    def wait(queue: Any, timeout_s: float = 30.0) -> Any:
-        try:
-            return queue.get(timeout=timeout_s)
-        except Empty:
-            raise AssertionError("SGLang's threads did not answer") from None
-
-    def close(self) -> None:
-        self.controller.detach_storage_backend()
+PAGE = SMALL.page
 
 
 @pytest.fixture
@@ -152,27 +36,28 @@ def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
 
 @pytest.fixture
 def engine() -> Iterator[MakeEngine]:
-    made: list[Engine] = []
-    ranks = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_dcp_size": 1, "attn_dcp_rank": 0}
+    made: list[Rank] = []
 
-    def make(daemon: DaemonProcess, **options: Any) -> Engine:
-        made.append(Engine(daemon.address, **options))
+    def make(daemon: DaemonProcess, *, v1: bool = True, **options: Any) -> Rank:
+        shape = {name: options.pop(name) for name in ("pools", "layout", "dtype") if name in options}
+        own = {"address": daemon.address, "revision": "1"} | options
+        made.append(Rank("dynamic", BACKEND | {"interface_v1": int(v1)} | {f"kvtierd.{k}": v for k, v in own.items()}, **shape))
         return made[-1]
 
-    with get_parallel().override(**ranks):
+    with one_rank():
         yield make
         for one in made:
             one.close()
 
 
-MakeEngine = Callable[..., Engine]
+MakeEngine = Callable[..., Rank]
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:
     return list(itertools.islice(itertools.count(seed * 10_000), count))
 
 
-def same(one: Engine, indices: torch.Tensor, other: Engine, where: torch.Tensor) -> bool:
+def same(one: Rank, indices: torch.Tensor, other: Rank, where: torch.Tensor) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one.pages(indices), other.pages(where), strict=True))
 
 
@@ -193,7 +78,7 @@ def test_pages_come_back_in_a_new_engine(
     assert read == 140 * PAGE
     assert same(first, indices, second, where)
     assert second.prefetch(tokens(4 * PAGE, seed=9))[0] == 0
-    assert second.backend.exists(get_storage_hash_str(tokens(PAGE), None, page_size=PAGE)[0])
+    assert second.backend.exists(second.hashes(tokens(PAGE))[0])
 
 
 def test_a_daemon_restart_keeps_pages(daemon: DaemonProcess, engine: MakeEngine) -> None:
