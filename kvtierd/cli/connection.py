@@ -26,7 +26,9 @@ from kvtierd.v1 import admin_pb2_grpc
 __all__ = ["DEFAULT_TIMEOUT_S", "AdminConnection", "Target", "grpc_target"]
 
 DEFAULT_TIMEOUT_S: Final = 10.0
-_OF_THE_CONNECTION: Final = ("failed to connect", "errors resolving", "Socket closed", "Connection reset", "Broken pipe", "GOAWAY")
+_OF_THE_CONNECTION: Final = (
+    "failed to connect", "errors resolving", "DNS resolution failed", "Socket closed", "Connection reset", "Broken pipe", "GOAWAY",
+)  # fmt: skip
 """What gRPC itself says where nobody answers; any other text is the word of who does, such as a proxy."""
 MAX_PEM_BYTES: Final = 1 << 20
 _MAX_MESSAGE_BYTES: Final = 64 << 20
