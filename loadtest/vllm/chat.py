@@ -215,7 +215,7 @@ def arguments(model: Path, blocks: int, daemon: DaemonProcess | None) -> dict[st
     made: dict[str, Any] = {
         "model": str(model),
         "dtype": "bfloat16",
-        "max_model_len": MAX_TOKENS,
+        "max_model_len": min(MAX_TOKENS, blocks * BLOCK_TOKENS),  # which holds two of the longest requests
         "seed": 0,
         "enforce_eager": True,
         "max_num_seqs": CONCURRENT,
