@@ -63,7 +63,7 @@ def test_pipeline_stages(models: Path, daemons: Daemons, engines: Engines, basel
     again, *others = loaded.cached("A")
     assert again in (0, 192), "what a failed load was to bring is left alone for a minute, which a slow machine may take"
     assert others == [192, 192]
-    assert loaded.metric("A", "vllm:kvtierd_loads{result=ok}") == 2 + (again > 0)
+    assert loaded.metric("at once", "vllm:kvtierd_loads{result=ok}") == 2 + (again > 0)
     assert {block.bytes for block in blocks_of(daemon)} == {BLOCK_BYTES}, "both stages' layers"
 
 
