@@ -22,7 +22,7 @@ from kvtierd.connectors.vllm.identity import GroupPlan, engine_plan
 from kvtierd.connectors.vllm.layout import GroupLayout, UnsupportedLayoutError
 from kvtierd.connectors.vllm.metadata import Rank, RankLayout
 from kvtierd.connectors.vllm.settings import Settings
-from kvtierd.connectors.vllm.weights import local_weights
+from kvtierd.connectors.weights import local_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of what vLLM imports
 MIB = 1 << 20

@@ -13,7 +13,7 @@ pytest.importorskip("huggingface_hub", reason="vLLM brings it: run make test-vll
 
 from huggingface_hub import constants
 
-from kvtierd.connectors.vllm.weights import local_weights, name_weights, snapshot, stamp
+from kvtierd.connectors.weights import local_weights, name_weights, snapshot, stamp
 
 OLD, NEW = "a" * 40, "b" * 40
 NAME = "org/model"

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 
 from kvtierd.connectors.sglang.settings import Settings
-from kvtierd.connectors.vllm.weights import name_weights
+from kvtierd.connectors.weights import name_weights
 from kvtierd.model import Namespace
 
 log = logging.getLogger(__name__)

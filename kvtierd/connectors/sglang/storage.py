@@ -66,7 +66,6 @@ class KvtierdHiCacheStorage(HiCacheStorage):
         self.settings: Settings = read_settings(storage_config.extra_config or {})
         self._config = storage_config
         self._client: Client | None = None
-        self._page_tokens = 0
         self._told_s: dict[str, float] = {}
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
@@ -75,7 +74,6 @@ class KvtierdHiCacheStorage(HiCacheStorage):
         namespace = namespace_of(self._config, mem_pool_host, self.settings)
         if self._client is not None:
             self._client.close()
-        self._page_tokens = namespace.block_tokens
         self._client = Client(
             namespace,
             self.settings.address or None,
@@ -85,7 +83,7 @@ class KvtierdHiCacheStorage(HiCacheStorage):
         )
         log.info(
             "kvtierd: pages of %d tokens and %.2f MiB, at %s",
-            self._page_tokens,
+            namespace.block_tokens,
             sum(namespace.shard_bytes) / (1 << 20),
             self._client.address,
         )

@@ -17,7 +17,7 @@ from typing import Any, Final
 from blake3 import blake3
 
 from kvtierd.connectors.vllm.background import Background
-from kvtierd.connectors.vllm.weights import name_weights, stamp
+from kvtierd.connectors.weights import name_weights, stamp
 
 WAIT_S: Final = 0.05
 """Longest that the engine's thread waits for one look; not at all while one that took longer has not ended."""

@@ -16,7 +16,7 @@ from kvtierd.connectors.vllm.chunks import GroupSize, choose_chunk
 from kvtierd.connectors.vllm.layout import GroupLayout, UnsupportedLayoutError, is_selective
 from kvtierd.connectors.vllm.metadata import Rank, RankLayout
 from kvtierd.connectors.vllm.settings import Settings
-from kvtierd.connectors.vllm.weights import name_weights
+from kvtierd.connectors.weights import name_weights
 from kvtierd.model import MAX_SHARD_BYTES, Namespace
 
 log = logging.getLogger("vllm.kvtierd")
