@@ -96,6 +96,10 @@ class DescriptorSocket:
         """Descriptor to poll."""
         return self._sock.fileno()
 
+    def wait_readable(self, timeout_s: float) -> bool:
+        """Wait for a packet. Whether there is one, or the end of the connection."""
+        return self._wait(select.POLLIN, time.monotonic() + timeout_s)
+
     def send(self, request: pb.DescriptorRequest, until_s: float) -> None:
         """Send a packet, waiting for room until ``until_s`` (monotonic). Raises DaemonUnavailableError."""
         data = request.SerializeToString()

@@ -71,6 +71,10 @@ class Prober:
             del self._answers[number]
         return found
 
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the next answer. Whether there may be one."""
+        return not self.closed and self._socket.wait_readable(timeout_s)
+
     def forget(self, number: int) -> None:
         """Nobody wants this answer. The probe counts as open until it is here."""
         if number in self._answers and self._answers[number] is None:

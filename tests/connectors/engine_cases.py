@@ -63,6 +63,12 @@ class Stop:
         self._gate.set()
 
 
+def until_asked(engine: SmallEngine) -> None:
+    """Have vLLM ask for the hit of a request that was just added, and go on before there is an answer."""
+    engine.side._idle.spend(1.0)
+    assert not engine.scheduler.schedule().kv_connector_metadata.loads
+
+
 def until_loading(engine: SmallEngine, name: str) -> None:
     """Step until vLLM waits for a request's load."""
     engine.until(lambda: engine.requests[name].status == RequestStatus.WAITING_FOR_REMOTE_KVS)

@@ -199,6 +199,7 @@ class FakeProber:
         self.held = held
         self.answers = True
         self.closed = self.full = False
+        self.news = threading.Event()
         self.asked: list[tuple[bytes, int, str]] = []
         self.forgotten: list[int] = []
 
@@ -210,6 +211,9 @@ class FakeProber:
 
     def answer(self, number: int) -> bool | None:
         return self.asked[number - 1][0] in self.held if self.answers else None
+
+    def wait(self, timeout_s: float) -> bool:
+        return self.news.wait(timeout_s)
 
     def forget(self, number: int) -> None:
         self.forgotten.append(number)

@@ -200,6 +200,7 @@ class SmallEngine:
         self._pending: deque[tuple[Any, Any]] = deque()
         self._marks: dict[str, list[bytes]] = {}
         self._tokens: dict[str, list[int]] = {}
+        self._starts: dict[str, int] = {}
         self.requests: dict[str, Request] = {}
         self.prompt_lengths: dict[str, int] = {}
         self.wrong: list[str] = []
@@ -303,6 +304,11 @@ class SmallEngine:
         for name in cached.resumed_req_ids:  # what was sampled meanwhile may have been dropped
             self._tokens[name] = list(self.requests[name].all_token_ids)
             del self._marks[name][len(self._tokens[name]) :]
+        for name, start in starts.items():
+            if start < self._starts.get(name, 0):  # vLLM has taken back what a load had failed for
+                self._tokens[name] = list(self.requests[name].all_token_ids)
+                del self._marks[name][len(self._tokens[name]) :]
+            self._starts[name] = start
         for name, count in output.num_scheduled_tokens.items():
             self._mark(name, starts[name] + count)
 
@@ -395,7 +401,8 @@ class SmallEngine:
             "prefetches": len(side._loads._prefetching),
             "saves": side._saves.held if side._saves else 0,
             "chains": len(side._ctx.keys._chains) if side._ctx else 0,
-            "reports": sum(len(r.connector._worker._load_reports) for r in self.ranks),
+            "tails of loads": len(side._loads._tails),
+            "reports": sum(r.connector._worker._load_ends.untold for r in self.ranks),
         }
         found += [f"{count} {name}" for name, count in held.items() if count]
         return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import random
 import threading
 from collections.abc import Iterator
@@ -164,6 +165,35 @@ def test_a_cancelled_load_ends_between_chunks() -> None:
     assert [forms.read_places(cache, own[n]) for n in range(2)] == [bytes(c) for c in contents[:2]]
     assert (forms.read_places(cache, own[2]), forms.read_places(cache, own[3])) == untouched
     assert copier.load(0, [(memoryview(contents[0]), [0])], copier.fence(), lambda: True) == 0
+
+
+def test_the_engine_goes_on_behind_what_a_load_has_queued(mapping: SharedMapping) -> None:
+    """What its stream computes sees the loaded bytes, though nothing was copied when it was queued."""
+    cache, layout, copier = made("packed")
+    copier.on_mapped(1, mapping)
+    size = layout.groups[0].block_bytes
+    contents = random.Random(1).randbytes(2 * size)
+    mapping.view[: 2 * size] = contents
+    own = forms.all_places("packed", cache, 0)
+    marks: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    for stage in copier._loads._stages:
+        with torch.cuda.stream(stage.stream):
+            torch.cuda._sleep(10**9)
+    chunks = ((mapping.view[n * size : (n + 1) * size], [3 + n]) for n in range(2))
+    thread = threading.Thread(target=copier.load, args=(0, chunks, None, never, lambda *told: marks.put(told)))
+    thread.start()
+    mark, whole = marks.get(timeout=30)
+    copier.follow(mark)
+    assert whole == 2
+    assert not any(event.query() for event in mark), "nothing has been copied"
+    seen = [flat.clone() for flat in cache.spaces]
+    thread.join(30)
+    for flat, copied in zip(cache.spaces, seen, strict=True):
+        flat.zero_()
+        flat.copy_(copied)
+    for n in range(2):
+        assert forms.read_places(cache, own[3 + n]) == contents[n * size : (n + 1) * size]
+    copier.close()
 
 
 def test_ids_that_are_no_blocks_and_short_views_are_refused_before_anything_moves() -> None:

@@ -204,7 +204,7 @@ def test_others_wait_for_their_turn_but_not_for_ever(clock: Clock) -> None:
     assert (loads.running, loads.asking) == (1, 1)
     assert loads.matched(parts.ctx, many[2], 0) == (None, False)
     assert len(parts.lookups.tasks) == 0
-    loads.report(loads.take()[0].job_id, Report())
+    loads.report(parts.ctx, loads.take()[0].job_id, Report())
     loads.ended(parts.ctx, many[0])
     assert ask(parts, loads, many[2]) == (160, True)
     clock.now += 1.9
@@ -322,8 +322,8 @@ def loading(parts: Parts, loads: Loads, one: Any, local: int = 0) -> int:
 def test_a_load_that_went_well() -> None:
     parts, loads, one = Parts(ranks=2), Loads(), state()
     job = loading(parts, loads, one)
-    loads.report(job, Report(nbytes=10, seconds=1.0))
-    loads.report(job, Report(nbytes=20, seconds=2.0))
+    loads.report(parts.ctx, job, Report(nbytes=10, seconds=1.0))
+    loads.report(parts.ctx, job, Report(nbytes=20, seconds=2.0))
     assert closed(parts) == [0], "a rank may still read"
     loads.ended(parts.ctx, one)
     assert closed(parts) == [1]
@@ -338,17 +338,57 @@ def test_a_load_that_went_well() -> None:
     assert closed(parts) == [1]
 
 
+def test_slots_are_kept_until_the_last_device_has_read_them() -> None:
+    """One rank says early that the engine may go on, another one at the end."""
+    parts, loads, one = Parts(ranks=2), Loads(), state()
+    job = loading(parts, loads, one)
+    loads.report(parts.ctx, job, Report(early=1))
+    loads.report(parts.ctx, job, Report(nbytes=20, seconds=2.0))
+    loads.ended(parts.ctx, one)
+    assert (closed(parts), one.load, one.next_chunk, loads.pending) == ([0], None, 5, True)
+    assert not parts.counts["loads|ok"]
+    loads.report(parts.ctx, job, Report(nbytes=10, seconds=1.0).tail())
+    assert (closed(parts), parts.counts["loads|ok"], parts.counts["load_bytes"], loads.pending) == ([1], 1, 30, False)
+
+
+def test_a_rank_that_was_early_has_ended_before_the_others() -> None:
+    parts, loads, one = Parts(ranks=2), Loads(), state()
+    job = loading(parts, loads, one)
+    for report in (Report(early=1), Report(nbytes=10).tail(), Report(nbytes=20)):
+        loads.report(parts.ctx, job, report)
+    assert closed(parts) == [0]
+    loads.ended(parts.ctx, one)
+    assert (closed(parts), parts.counts["loads|ok"], parts.counts["load_bytes"]) == ([1], 1, 30)
+
+
+def test_a_load_that_failed_after_its_engine_went_on() -> None:
+    parts, loads, one = Parts(), Loads(), state()
+    job = loading(parts, loads, one)
+    loads.report(parts.ctx, job, Report(early=1))
+    loads.ended(parts.ctx, one)
+    loads.report(parts.ctx, job, Report(ok=False, cause="daemon", reason="gone").tail())
+    assert (closed(parts), parts.counts["loads|failed"], parts.counts["load_failures|daemon"]) == ([1], 1, 1)
+
+
+def test_slots_that_are_still_read_go_with_the_engine() -> None:
+    parts, loads, one = Parts(), Loads(), state()
+    loads.report(parts.ctx, loading(parts, loads, one), Report(early=1))
+    loads.ended(parts.ctx, one)
+    loads.close()
+    assert closed(parts) == [1]
+
+
 def test_chunks_before_a_load_are_still_saved() -> None:
     """What the engine held itself may have gone from the daemon, and all that follows it would be of no use."""
     parts, loads, one = Parts(), Loads(), state()
     job = loading(parts, loads, one, local=64)
-    loads.report(job, Report())
+    loads.report(parts.ctx, job, Report())
     loads.ended(parts.ctx, one)
     assert one.next_chunk == 0
     later = state(request("l"))
     later.next_chunk = 2
     job = loading(parts, loads, later, local=64)
-    loads.report(job, Report())
+    loads.report(parts.ctx, job, Report())
     loads.ended(parts.ctx, later)
     assert later.next_chunk == 5
 
@@ -358,16 +398,16 @@ def test_a_load_that_failed_is_not_tried_again(report: Report | None) -> None:
     parts, loads, one = Parts(), Loads(), state()
     job = loading(parts, loads, one)
     if report is not None:
-        loads.report(job, Report())
-        loads.report(job, report)
+        loads.report(parts.ctx, job, Report())
+        loads.report(parts.ctx, job, report)
     loads.ended(parts.ctx, one)
     assert (closed(parts), parts.counts["loads|failed"], one.next_chunk) == ([1], 1, 0)
     assert loads.matched(parts.ctx, one, 0) == (0, False)
 
 
 def test_a_report_of_a_job_that_is_not_known() -> None:
-    loads = Loads()
-    loads.report(7, Report())
+    parts, loads = Parts(), Loads()
+    loads.report(parts.ctx, 7, Report())
     assert loads.running == 0
 
 

@@ -41,7 +41,7 @@ def other(n: int, tokens: int = 160) -> Any:
 
 def run(parts: Parts, loads: Loads, one: Any, report: Report) -> None:
     """A load from the question to its end."""
-    loads.report(loading(parts, loads, one), report)
+    loads.report(parts.ctx, loading(parts, loads, one), report)
     loads.ended(parts.ctx, one)
     parts.free(one.block_ids[0])
 
@@ -73,7 +73,7 @@ def test_loads_that_fail_together_count_once_and_those_of_a_dead_session_not_at_
     jobs = [loading(parts, loads, one) for one in many]
     clock.now += 0.1
     for job, one in zip(jobs, many, strict=True):
-        loads.report(job, BAD)
+        loads.report(parts.ctx, job, BAD)
         loads.ended(parts.ctx, one)
     clock.now += 1.0
     assert ask(parts, loads, other(20))[1]
@@ -84,7 +84,7 @@ def test_loads_that_fail_together_count_once_and_those_of_a_dead_session_not_at_
     for fetch in parts.client.fetches[-10:]:
         fetch.intact = False
     for job, one in zip(jobs, dead, strict=True):
-        loads.report(job, BAD)
+        loads.report(parts.ctx, job, BAD)
         loads.ended(parts.ctx, one)
     assert ask(parts, loads, other(41))[1], "the daemon was restarted, and another session is there"
     assert loads._failed_keys._failed == known
@@ -122,7 +122,7 @@ def test_what_a_load_failed_for_is_not_promised_to_others_for_a_while(clock: Clo
 def test_what_the_engine_holds_before_it_is_loaded_as_ever(clock: Clock) -> None:
     parts, loads = Parts(), Loads()
     one = state(request("a"))
-    loads.report(loading(parts, loads, one, local=64), BAD)
+    loads.report(parts.ctx, loading(parts, loads, one, local=64), BAD)
     loads.ended(parts.ctx, one)
     assert ask(parts, loads, state(request("b"))) == (64, True)
 
@@ -322,6 +322,6 @@ def test_a_load_is_measured_from_its_job_to_its_end(clock: Clock) -> None:
     loads.matched(parts.ctx, one, 0)
     allocate(parts, loads, one, 0, 160)
     clock.now += 0.5
-    loads.report(loads.take()[0].job_id, Report(nbytes=5 << 20, seconds=0.25))
+    loads.report(parts.ctx, loads.take()[0].job_id, Report(nbytes=5 << 20, seconds=0.25))
     loads.ended(parts.ctx, one)
     assert seen == [({b"t"}, 5 << 20, 0.25, pytest.approx(0.5))]

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("vllm.v1.core.sched.async_scheduler", reason="vLLM is not installed here: run make test-vllm")
 
 from kvtierd.connectors.vllm.requests import RequestState, tenant_of
-from tests.connectors.engine_cases import KINDS, Engines, Stop, fresh, right, save, until_loading
+from tests.connectors.engine_cases import KINDS, Engines, Stop, fresh, right, save, until_asked, until_loading
 from tests.connectors.parts import state as fresh_state
 from tests.connectors.small_engine import BLOCK, CHUNK
 
@@ -144,7 +144,7 @@ def test_aborted(moment: str, kind: dict[str, Any], engines: Engines) -> None:
     engine.add(name, fresh() if moment in ("saving", "computing") else tokens, 50)
     request = engine.requests[name]
     if moment == "asked":
-        engine.scheduler.schedule()
+        until_asked(engine)
     elif moment == "promised":
         engine.until(lambda: engine.side._requests[name].promised_s > 0)
     elif moment == "loading":
@@ -234,7 +234,7 @@ def test_reset_at_every_moment(moment: str, engines: Engines) -> None:
     taken = engine.pool.get_new_blocks(engine.pool.get_num_free_blocks()) if moment == "promised" else []
     engine.add("r", tokens, 20)
     if moment == "asked":
-        engine.scheduler.schedule()
+        until_asked(engine)
     elif moment == "promised":
         engine.until(lambda: engine.side._requests["r"].promised_s > 0)
     elif moment == "loading":

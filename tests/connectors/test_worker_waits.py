@@ -180,7 +180,7 @@ def test_a_copy_that_fails_lets_go_of_its_slots(
     views: list[Any] = []
 
     def broken(group: int, chunks: Any, *_: Any) -> Any:
-        views.append(weakref.ref(chunks[0][0]))
+        views.append(weakref.ref(next(chunks)[0]))
         raise DaemonUnavailableError("a copy")  # one that is logged with its trace stays with the log
 
     monkeypatch.setattr(worker.side._copier, what, broken)

@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from kvtierd import __version__
 from kvtierd.connectors.vllm.events import to_vllm
+from kvtierd.connectors.vllm.idle import STEP_S
 from kvtierd.connectors.vllm.logs import share_handlers
 from kvtierd.connectors.vllm.metadata import KvtierdHandshake, KvtierdMetadata, KvtierdWorkerMetadata
 from kvtierd.connectors.vllm.resets import is_here
@@ -294,7 +295,11 @@ class KvtierdConnector(KVConnectorBase_V1, SupportsHMA):
         side = self._worker
         assert side is not None
         meta = self._meta()
-        ended, failed, bad = self._guard("get_finished", (set[str](), set[str](), set[int]()), side.take_loads)
+        # Beside other connectors, whose copies do not wait for ours, a load has ended when nothing is under way any more.
+        wait_s = STEP_S if meta is not None and meta.idle and self._alone() else 0.0
+        computes = meta is not None and meta.computes
+        nothing = set[str](), set[str](), set[int]()
+        ended, failed, bad = self._guard("get_finished", nothing, lambda: side.take_loads(wait_s=wait_s, computes=computes))
         self._bad_blocks = bad
         return set(meta.sent) if meta is not None else set(), ended, failed
 

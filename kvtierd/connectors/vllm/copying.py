@@ -8,7 +8,7 @@ they return only when no byte is under way any more, so that the caller may give
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -23,6 +23,9 @@ from kvtierd.memory import SharedMapping
 View = memoryview | DeviceView
 """A slot's bytes, in host memory or on the GPU."""
 Chunk = tuple[View, Sequence[int]]
+
+OnQueued = Callable[[object, int], None]
+"""Takes a mark of what is queued on a device, and how many chunks are whole once that is done."""
 
 SKIP: Final = -1
 """In place of a block id: that part of the slot is neither written nor read."""
@@ -107,7 +110,7 @@ class BlockCopier(abc.ABC):
         """Mark all work that the engine has queued so far; called in the engine's thread. None where nothing is queued."""
 
     @abc.abstractmethod
-    def save(self, group: int, chunks: Sequence[Chunk], fence: object | None) -> None:
+    def save(self, group: int, chunks: Iterable[Chunk], fence: object | None) -> None:
         """Copy blocks into slots, after the work that ``fence`` marks. All bytes are in place when it returns.
 
         Raises:
@@ -115,8 +118,23 @@ class BlockCopier(abc.ABC):
         """
 
     @abc.abstractmethod
-    def load(self, group: int, chunks: Sequence[Chunk], fence: object | None, cancelled: Callable[[], bool]) -> int:
+    def load(
+        self,
+        group: int,
+        chunks: Iterable[Chunk],
+        fence: object | None,
+        cancelled: Callable[[], bool],
+        on_queued: OnQueued | None = None,
+    ) -> int:
         """Copy slots into blocks, after the work that ``fence`` marks; ``cancelled`` is asked before each chunk.
+
+        Args:
+            group: the KV cache group.
+            chunks: what to copy.
+            fence: from :meth:`fence`.
+            cancelled: whether to copy no more.
+            on_queued: told, in this thread, once only a device has something left to do: a mark of that for :meth:`follow`, and
+                how many chunks are whole then. Never where nothing is queued on a device.
 
         Returns:
             how many chunks, from the first on, are whole in the engine's memory. No write is under way any more.
@@ -124,6 +142,10 @@ class BlockCopier(abc.ABC):
         Raises:
             ValueError: a block id or a view does not fit. No write is under way any more.
         """
+
+    def follow(self, mark: object) -> None:
+        """Let nothing that the engine queues from now on begin before what ``mark`` marks. Called in the engine's thread."""
+        raise NotImplementedError
 
     @abc.abstractmethod
     def on_mapped(self, extent_id: int, mapping: SharedMapping) -> None:
@@ -150,22 +172,31 @@ class CpuBlockCopier(BlockCopier):
         """Nothing is queued: the engine computes in its own thread, and calls the connector afterwards."""
         return
 
-    def save(self, group: int, chunks: Sequence[Chunk], fence: object | None) -> None:
+    def save(self, group: int, chunks: Iterable[Chunk], fence: object | None) -> None:
         """See :meth:`BlockCopier.save`."""
         del fence
         for view, block_ids in chunks:
             for slot, blocks in self._pairs(group, view, block_ids):
                 np.copyto(slot, blocks)
 
-    def load(self, group: int, chunks: Sequence[Chunk], fence: object | None, cancelled: Callable[[], bool]) -> int:
+    def load(
+        self,
+        group: int,
+        chunks: Iterable[Chunk],
+        fence: object | None,
+        cancelled: Callable[[], bool],
+        on_queued: OnQueued | None = None,
+    ) -> int:
         """See :meth:`BlockCopier.load`."""
-        del fence
-        for done, (view, block_ids) in enumerate(chunks):
+        del fence, on_queued
+        done = 0
+        for view, block_ids in chunks:
             if cancelled():
-                return done
+                break
             for slot, blocks in self._pairs(group, view, block_ids):
                 np.copyto(blocks, slot)
-        return len(chunks)
+            done += 1
+        return done
 
     def on_mapped(self, extent_id: int, mapping: SharedMapping) -> None:
         """Host memory needs no registration."""

@@ -11,13 +11,13 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 
-from kvtierd.connectors.vllm.copying import SKIP, BlockCopier, Chunk, View, check_slot
+from kvtierd.connectors.vllm.copying import SKIP, BlockCopier, Chunk, OnQueued, View, check_slot
 from kvtierd.connectors.vllm.gpu_memory import HostMemory, border
 from kvtierd.connectors.vllm.gpu_staging import DeviceBlocks, Lane, Transfer, can_move_rows
 from kvtierd.connectors.vllm.layout import WorkerLayout
@@ -28,8 +28,9 @@ SLAB_BYTES: Final = 32 << 20
 """Device memory of one slab; as much as a block where that is larger."""
 DIRECT_BYTES: Final = 256 << 20
 """What one kernel moves between blocks and slots on the device: as long as it runs, it shares the device with the engine's."""
-MAX_QUEUED: Final = 8
-"""Portions that are queued on the device: some milliseconds of work."""
+MAX_QUEUED_SAVES: Final = 8
+MAX_QUEUED_LOADS: Final = 32
+"""Portions that are queued on the device: some milliseconds of work, and of loads as much as a step may be begun early by."""
 SAVE_PRIORITY: Final = 0
 LOAD_PRIORITY: Final = -1
 """Requests wait for loads, nobody waits for saves."""
@@ -59,13 +60,27 @@ class CudaBlockCopier(BlockCopier):
         event: object = torch.cuda.current_stream(self._device).record_event()
         return event
 
-    def save(self, group: int, chunks: Sequence[Chunk], fence: object | None) -> None:
+    def save(self, group: int, chunks: Iterable[Chunk], fence: object | None) -> None:
         """See :meth:`BlockCopier.save`."""
         self._run(self._saves, group, chunks, fence, lambda: False)
 
-    def load(self, group: int, chunks: Sequence[Chunk], fence: object | None, cancelled: Callable[[], bool]) -> int:
+    def load(
+        self,
+        group: int,
+        chunks: Iterable[Chunk],
+        fence: object | None,
+        cancelled: Callable[[], bool],
+        on_queued: OnQueued | None = None,
+    ) -> int:
         """See :meth:`BlockCopier.load`."""
-        return self._run(self._loads, group, chunks, fence, cancelled)
+        return self._run(self._loads, group, chunks, fence, cancelled, on_queued)
+
+    def follow(self, mark: object) -> None:
+        """See :meth:`BlockCopier.follow`."""
+        assert isinstance(mark, tuple)
+        stream = torch.cuda.current_stream(self._device)
+        for event in mark:
+            stream.wait_event(event)
 
     def on_mapped(self, extent_id: int, mapping: SharedMapping) -> None:
         """See :meth:`BlockCopier.on_mapped`."""
@@ -83,10 +98,17 @@ class CudaBlockCopier(BlockCopier):
 
     # ---- one copy
 
-    def _run(self, lane: Lane, group: int, chunks: Sequence[Chunk], fence: object | None, cancelled: Callable[[], bool]) -> int:
+    def _run(
+        self,
+        lane: Lane,
+        group: int,
+        chunks: Iterable[Chunk],
+        fence: object | None,
+        cancelled: Callable[[], bool],
+        on_queued: OnQueued | None = None,
+    ) -> int:
         """Move all chunks, and wait for the last."""
         blocks, gate = self._groups[group], self._memory.gate
-        self._check(blocks, chunks)
         whole = 0
         queued: deque[Any] = deque()
         gate.enter()
@@ -94,27 +116,31 @@ class CudaBlockCopier(BlockCopier):
             # Inference mode, since the engine's tensors may have been made in it, and could not be written outside.
             with torch.inference_mode(), torch.cuda.device(self._device):
                 lane.wait_for(fence)
-                for portion in self._portions(blocks.block_bytes, chunks, cancelled):
+                for portion in self._portions(blocks.block_bytes, self._checked(blocks, chunks), cancelled):
                     if gate.wanted:
                         lane.synchronize()
                         gate.let_pass()
                     if portion.block_ids:
                         queued.append(lane.queue(blocks, portion.block_ids, portion.rows, portion.transfers))
-                    while len(queued) > MAX_QUEUED:
+                    while len(queued) > (MAX_QUEUED_SAVES if on_queued is None else MAX_QUEUED_LOADS):
                         queued.popleft().synchronize()
                     whole = portion.whole
+                if on_queued is not None:
+                    on_queued(lane.mark(), whole)
         finally:
             lane.synchronize()  # also after a failure: no byte may be under way when this returns
             gate.leave()
         return whole
 
-    def _check(self, blocks: DeviceBlocks, chunks: Sequence[Chunk]) -> None:
+    def _checked(self, blocks: DeviceBlocks, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
+        """Look at each chunk as it is due, while others are on their way."""
         for view, block_ids in chunks:
             check_slot(view, block_ids, blocks.block_bytes)
             if block_ids and not SKIP <= min(block_ids) <= max(block_ids) < self._num_blocks:
                 raise ValueError(f"blocks {list(block_ids)} are not all among the engine's {self._num_blocks} blocks")
+            yield view, block_ids
 
-    def _portions(self, block_bytes: int, chunks: Sequence[Chunk], cancelled: Callable[[], bool]) -> Iterator[_Portion]:
+    def _portions(self, block_bytes: int, chunks: Iterable[Chunk], cancelled: Callable[[], bool]) -> Iterator[_Portion]:
         """Cut chunks into portions: what fits a slab, and what one kernel moves within the device."""
         portion = _Portion()
         for number, (view, block_ids) in enumerate(chunks):

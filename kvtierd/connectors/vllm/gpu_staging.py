@@ -167,11 +167,16 @@ class Lane:
             for stage in self._stages:
                 stage.stream.wait_event(fence)
 
+    def mark(self) -> tuple[Any, ...]:
+        """Events behind everything that is queued."""
+        events = tuple(torch.cuda.Event(blocking=True) for _ in self._stages)
+        for event, stage in zip(events, self._stages, strict=True):
+            event.record(stage.stream)
+        return events
+
     def synchronize(self) -> None:
         """Wait until nothing is under way."""
-        for stage in self._stages:
-            event: Any = torch.cuda.Event(blocking=True)
-            event.record(stage.stream)
+        for event in self.mark():
             event.synchronize()
 
     def report_error(self) -> None:

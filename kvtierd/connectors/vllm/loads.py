@@ -49,6 +49,8 @@ class Loads:
     def __init__(self) -> None:
         self._new: list[LoadJob] = []
         self._open: dict[int, tuple[Load, Report | None]] = {}
+        self._tails: dict[int, tuple[Load, Report]] = {}
+        """Of which some ranks' devices still read slots, though the engine goes on."""
         self._next_job = 1
         self._prefetching: set[str] = set()
         self._waiting: set[str] = set()
@@ -69,9 +71,9 @@ class Loads:
         return len(self._waiting)
 
     @property
-    def new(self) -> bool:
-        """Whether there are jobs that the workers were not given yet."""
-        return bool(self._new)
+    def pending(self) -> bool:
+        """Whether workers have something to be given or to tell."""
+        return bool(self._new or self._tails)
 
     def take(self) -> list[LoadJob]:
         """Jobs for the workers."""
@@ -106,8 +108,11 @@ class Loads:
         if packed and ctx.calls.submit(partial(_prefetch, ctx, state, packed)):
             self._prefetching.add(request.request_id)
 
-    def matched(self, ctx: Context, state: RequestState, local_tokens: int) -> tuple[int | None, bool]:
-        """Tokens beyond ``local_tokens`` that can be loaded, and whether asynchronously; None for "ask again"."""
+    def matched(self, ctx: Context, state: RequestState, local_tokens: int, spare_s: float = 0.0) -> tuple[int | None, bool]:
+        """Tokens beyond ``local_tokens`` that can be loaded, and whether asynchronously; None for "ask again".
+
+        Waits for ``spare_s`` at most before it says that.
+        """
         if not _may_load(state) or state.load is not None:
             return 0, False
         now = time.monotonic()
@@ -115,6 +120,8 @@ class Loads:
             state.wait_until_s = 0.0
         state.asked, state.asked_s = True, now
         tokens = self._matched(ctx, state, local_tokens, now)
+        while tokens is None and _has_news(state, now + spare_s - time.monotonic()):
+            tokens = self._matched(ctx, state, local_tokens, time.monotonic())
         if tokens is not None:
             state.wait_until_s = 0.0
             self._waiting.discard(state.request.request_id)
@@ -256,7 +263,7 @@ class Loads:
         state.no_load = True
         self.drop(state)
         job_id, self._next_job = self._next_job, self._next_job + 1
-        state.load = Load(job_id, None, (0, 0), {}, time.monotonic())
+        state.load = Load(job_id, state.request.request_id, None, (0, 0), {}, time.monotonic())
         lost = unfilled(ctx, state.block_ids, external_tokens)
         self._new.append(LoadJob(job_id, state.request.request_id, [], np.asarray(lost, np.int64), 0.0))
 
@@ -269,7 +276,7 @@ class Loads:
         job_id, self._next_job = self._next_job, self._next_job + 1
         state.traceparent = state.traceparent or lookup.traceparent
         span = tracing.begin("kvtierd.scheduler.load", state.traceparent, tokens=external_tokens)
-        load = Load(job_id, lookup, (lookup.first_chunk, last), tiers, time.monotonic(), span)
+        load = Load(job_id, state.request.request_id, lookup, (lookup.first_chunk, last), tiers, time.monotonic(), span)
         state.load, state.lookup, state.promised_s = load, None, 0.0
         self.asking -= 1
         self._open[job_id] = (load, None)
@@ -278,46 +285,62 @@ class Loads:
 
     # ---- what the workers say
 
-    def report(self, job_id: int, report: Report) -> None:
-        """Some ranks have ended a job."""
+    def report(self, ctx: Context, job_id: int, report: Report) -> None:
+        """Some ranks have ended a job, or what they told early has ended."""
         if job_id in self._open:
             load, known = self._open[job_id]
             self._open[job_id] = (load, report if known is None else known.merge(report))
+        elif job_id in self._tails:
+            load, before = self._tails.pop(job_id)
+            self._tail(ctx, load, before.merge(report))
 
     def ended(self, ctx: Context, state: RequestState) -> None:
-        """Every rank has ended the load of a request: nobody reads its slots any more."""
+        """The blocks of a request hold what was loaded, or will when the engine uses them, unless it failed."""
         if state.load is None:
             return
         load, state.load = state.load, None
         _, report = self._open.pop(load.job_id, (load, None))
+        try:
+            if report is not None and report.ok:
+                if (
+                    state.next_chunk >= load.chunks[0]
+                ):  # else chunks before these, which the engine held itself, are still to be saved
+                    state.next_chunk = max(state.next_chunk, load.chunks[1])
+                self._pauses.succeeded()
+            else:
+                state.no_load = True  # the same blocks must not be tried again for this request
+        finally:
+            self._tail(ctx, load, report)
+
+    def _tail(self, ctx: Context, load: Load, report: Report | None) -> None:
+        """Once every rank has ended it, nobody reads the slots of a load any more."""
+        if report is not None and report.early:
+            self._tails[load.job_id] = load, report
+            return
         load.span.end("" if report is not None and report.ok else "failed")
         try:
             if report is not None and report.ok:
-                self._went_well(ctx, state, load, report)
+                self._went_well(ctx, load, report)
             else:
-                self._went_wrong(ctx, state, load, report)
+                self._went_wrong(ctx, load, report)
         finally:
             if load.lookup is not None:
                 load.lookup.close()
 
-    def _went_well(self, ctx: Context, state: RequestState, load: Load, report: Report) -> None:
+    def _went_well(self, ctx: Context, load: Load, report: Report) -> None:
         ctx.counts["loads|ok"] += 1
         ctx.counts["load_bytes"] += report.nbytes
         ctx.counts["load_us"] += int(report.seconds * 1e6)
         for tier, tokens in load.tokens_by_tier.items():
             ctx.counts[f"hit_tokens|{tier}"] += tokens
-        if state.next_chunk >= load.chunks[0]:  # else chunks before these, which the engine held itself, are still to be saved
-            state.next_chunk = max(state.next_chunk, load.chunks[1])
-        self._pauses.succeeded()
         assert load.lookup is not None
         ctx.gate.load(load.lookup.sessions, report.nbytes, report.seconds, time.monotonic() - load.started_s)
 
-    def _went_wrong(self, ctx: Context, state: RequestState, load: Load, report: Report | None) -> None:
-        state.no_load = True  # the same blocks must not be tried again for this request
+    def _went_wrong(self, ctx: Context, load: Load, report: Report | None) -> None:
         cause = report.cause if report is not None else "promise" if load.lookup is None else "internal"
         ctx.counts["loads|failed"] += 1
         ctx.counts[f"load_failures|{cause}"] += 1
-        log.warning("kvtierd: the load of request %s failed: %s", state.request.request_id, report.reason if report else cause)
+        log.warning("kvtierd: the load of request %s failed: %s", load.request_id, report.reason if report else cause)
         lookup, now = load.lookup, time.monotonic()
         if lookup is None or not lookup.intact:
             return  # the session has ended, and with it the reason
@@ -365,11 +388,12 @@ class Loads:
 
     def close(self) -> None:
         """Let go of everything. The sessions have ended."""
-        for load, _ in self._open.values():
+        for load, _ in [*self._open.values(), *self._tails.values()]:
             load.span.end("the engine has ended")
             if load.lookup is not None:
                 load.lookup.close()
         self._open.clear()
+        self._tails.clear()
 
     def _end_prefetch(self, state: RequestState) -> None:
         self._prefetching.discard(state.request.request_id)
@@ -381,6 +405,12 @@ def _may_load(state: RequestState) -> bool:
     """Whether anything may be loaded for a request. One that needs every prompt token to go through the model may not."""
     skips = state.bypass or state.no_load or state.settings.skip_load or getattr(state.request, "skip_reading_prefix_cache", False)
     return not skips
+
+
+def _has_news(state: RequestState, seconds: float) -> bool:
+    """Whether there is an answer of the daemon's to a request's question, which is waited for."""
+    question = state.lookup or state.probe
+    return question is not None and seconds > 0 and question.wait(seconds)
 
 
 def _chunks(ctx: Context, state: RequestState) -> int:

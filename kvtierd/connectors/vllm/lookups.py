@@ -120,6 +120,7 @@ class Lookup:
         self.read: tuple[int, float] = (0, 0.0)
         """Bytes of all shards that were on NVMe only and have become ready, and the seconds that it took."""
         self._begun_s = 0.0
+        self._ended = threading.Event()
         self.traceparent = ""
         """What its span belongs to, and once it runs that span itself."""
         self.on_pinned: Callable[[], None] | None = None
@@ -154,6 +155,7 @@ class Lookup:
                 self.late = any(fetch.reason is Reason.DEADLINE for fetch in self._fetches)
                 self.done = True
                 close = self._closed
+            self._ended.set()
             if close:
                 self._close_fetches()
 
@@ -213,6 +215,10 @@ class Lookup:
             waiting = still
 
     # ---- on the engine's thread
+
+    def wait(self, seconds: float) -> bool:
+        """Wait so long until all is ready that will be. Whether it is."""
+        return self._ended.wait(seconds)
 
     @property
     def settled(self) -> bool:

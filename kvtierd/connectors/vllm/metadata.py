@@ -6,7 +6,7 @@ and, once, how the KV cache lies in memory.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
@@ -99,6 +99,10 @@ class KvtierdMetadata(KVConnectorMetadata):
     """Finished requests whose blocks were kept for saves and may go now."""
     step: int = 0
     """Number of this step, to be returned with its reports; 0 when it is not measured."""
+    computes: bool = False
+    """Tokens are computed in this step."""
+    idle: bool = False
+    """No tokens are, nor in a step before, so workers may wait a moment for the end of a load."""
 
 
 @dataclass(slots=True)
@@ -113,6 +117,7 @@ class Report:
         cause: why a job failed, one of ``CAUSES``.
         reason: the same for people to read.
         lost: slots whose memory could not be had.
+        early: ranks whose engine may go on although their device still copies. Each reports a second time, at the end of that.
     """
 
     ranks: int = 1
@@ -122,6 +127,7 @@ class Report:
     cause: str = ""
     reason: str = ""
     lost: frozenset[int] = frozenset()
+    early: int = 0
 
     def merge(self, other: Report) -> Report:
         """Both together. Bytes add up; the slowest rank decides the time."""
@@ -133,7 +139,12 @@ class Report:
             self.cause or other.cause,
             self.reason or other.reason,
             self.lost | other.lost,
+            self.early + other.early,
         )
+
+    def tail(self) -> Report:
+        """As the second report of a rank that was early."""
+        return replace(self, ranks=0, early=-1)
 
 
 @dataclass(slots=True)

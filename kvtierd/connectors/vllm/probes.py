@@ -43,6 +43,10 @@ class Probe:
                 self.held = True
         return self.held
 
+    def wait(self, seconds: float) -> bool:
+        """Wait for answers so long. Whether there may be one."""
+        return self._prober.wait(seconds)
+
     def forget(self) -> None:
         """Nobody wants the answer any more."""
         if self.held is None:

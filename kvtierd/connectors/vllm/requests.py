@@ -18,6 +18,7 @@ class Load:
     """A load that was promised and allocated."""
 
     job_id: int
+    request_id: str
     lookup: Lookup | None
     """What pins the blocks; None for a load that is only reported as failed."""
     chunks: tuple[int, int]

@@ -1,4 +1,4 @@
-"""The scheduler's side: what vLLM's scheduler asks at each step, answered without ever waiting for the daemon.
+"""The scheduler's side: what vLLM's scheduler asks at each step, answered without waiting for the daemon while there is work.
 
 One request's way: ``arrived`` (prefetch from NVMe while it queues) → ``matched`` (a lookup; "ask again" until the hit is in CPU
 memory and pinned) → ``allocated`` (the load becomes a job) → ``build`` hands jobs to the workers → ``output`` (every rank has
@@ -20,6 +20,7 @@ from kvtierd.connectors.vllm.context import Context
 from kvtierd.connectors.vllm.doubt import Doubts
 from kvtierd.connectors.vllm.events import Change
 from kvtierd.connectors.vllm.gate import Steps
+from kvtierd.connectors.vllm.idle import Idle
 from kvtierd.connectors.vllm.loads import Loads
 from kvtierd.connectors.vllm.logs import warn_rarely
 from kvtierd.connectors.vllm.metadata import KvtierdMetadata, KvtierdWorkerMetadata, Rank, RankLayout
@@ -39,7 +40,7 @@ log = logging.getLogger("vllm.kvtierd")
 
 
 class SchedulerSide:
-    """State of all requests. Methods run on the engine's thread and do not block; they may raise, the caller guards.
+    """State of all requests. Methods run on the engine's thread, do not block (but for ``idle``) and may raise: the caller guards.
 
     Args:
         vllm_config: of the engine.
@@ -83,6 +84,7 @@ class SchedulerSide:
         self._arrivals: deque[str] = deque(maxlen=MAX_ARRIVALS)
         self._kept: dict[str, None] = {}
         self._steps = Steps()
+        self._idle = Idle(vllm_config)
         self._doubts = Doubts(int(vllm_config.parallel_config.pipeline_parallel_size) + 2)
         self._building = KvtierdMetadata()
 
@@ -186,7 +188,10 @@ class SchedulerSide:
         state.local_tokens = local_tokens
         if self._ctx is None or self._disabled or not self._settings.loads:
             return 0, False
-        return self._loads.matched(self._ctx, state, local_tokens)
+        begun_s = time.monotonic()
+        answer = self._loads.matched(self._ctx, state, local_tokens, self._idle.spare_s(len(self._requests)))
+        self._idle.spend(time.monotonic() - begun_s)
+        return answer
 
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
         """vLLM has found blocks for a request, and loads ``external_tokens`` of them from here."""
@@ -262,7 +267,9 @@ class SchedulerSide:
             if self._loads.asking:
                 for state in self._requests.values():
                     self._loads.drop_stale(state, now)
-        meta.step = self._steps.begin(int(output.total_num_scheduled_tokens), now)
+        tokens = int(output.total_num_scheduled_tokens)
+        meta.step = self._steps.begin(tokens, now)
+        meta.computes, meta.idle = tokens > 0, self._idle.stepped(tokens, len(self._requests))
         meta.loads = self._loads.take()
         return meta
 
@@ -339,6 +346,8 @@ class SchedulerSide:
 
     def output(self, meta: KvtierdWorkerMetadata | None, ended_loads: set[str]) -> None:
         """What the workers report after a step."""
+        if ended_loads:
+            self._idle.loaded()
         try:
             self._reports(meta or KvtierdWorkerMetadata())
         finally:
@@ -356,7 +365,7 @@ class SchedulerSide:
             return
         for job_id, report in meta.loads.items():
             try:
-                self._loads.report(job_id, report)
+                self._loads.report(ctx, job_id, report)
             except Exception:  # the other reports count all the same; a load without one has failed
                 self._failed("the report of a load")
         for save_id, report in meta.saves.items():
@@ -388,7 +397,7 @@ class SchedulerSide:
     @property
     def pending(self) -> bool:
         """Whether steps are needed although no request runs."""
-        return (self._saves is not None and self._saves.pending) or self._loads.new
+        return (self._saves is not None and self._saves.pending) or self._loads.pending
 
     @property
     def frees_soon(self) -> bool:

@@ -12,17 +12,19 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from kvtierd import tracing
 from kvtierd.client import ExtentMap
 from kvtierd.connectors.vllm.background import Background
-from kvtierd.connectors.vllm.copying import BlockCopier, Chunk, make_copier, self_test
+from kvtierd.connectors.vllm.copying import BlockCopier, Chunk, OnQueued, make_copier, self_test
 from kvtierd.connectors.vllm.host import device_node, host_identity
 from kvtierd.connectors.vllm.joining import JOIN_TIMEOUT_S, Joined, LostMemoryError
 from kvtierd.connectors.vllm.layout import UnsupportedLayoutError, WorkerLayout, is_selective, worker_layout
+from kvtierd.connectors.vllm.load_ends import LoadEnds
 from kvtierd.connectors.vllm.metadata import (
     KvtierdMetadata,
     KvtierdWorkerMetadata,
@@ -37,10 +39,11 @@ from kvtierd.connectors.vllm.metadata import (
 from kvtierd.connectors.vllm.traces import follow
 from kvtierd.errors import DaemonUnavailableError, KvtierdError, RequestError
 
-T = TypeVar("T")
 FENCE_POLL_S: Final = 0.001
 MAP_AHEAD_TIMEOUT_S: Final = 10.0
 """Longest wait for one extent that nobody waits for."""
+SUCCESSOR_S: Final = 0.2
+"""A daemon that has ended has no successor, which might write to its memory, for longer than this."""
 MAX_ENDED: Final = 1024
 """Saves whose end is remembered."""
 
@@ -74,12 +77,11 @@ class WorkerSide:
         self._saver = Background(1, "kvtierd-save")
         self._mapper = Background(1, "kvtierd-map")
         self._closed = False
+        self._load_ends = LoadEnds()
         # Under the lock, for the next report:
-        self._load_reports: dict[int, tuple[LoadJob, Report]] = {}
         self._save_reports: dict[int, Report] = {}
         self._ended_saves: deque[tuple[int, Report]] = deque(maxlen=MAX_ENDED)
         # The engine's thread's own:
-        self._told_loads: dict[int, Report] = {}
         self._saves: list[SaveJob] = []
         self._step = 0
 
@@ -113,6 +115,7 @@ class WorkerSide:
 
         Whatever happens in here, each job is either begun or reported as failed.
         """
+        self._load_ends.begin(len(meta.loads))
         self._step = meta.step
         self._saves += meta.saves
         try:
@@ -121,13 +124,13 @@ class WorkerSide:
             fence = self._copier.fence() if self._copier is not None and meta.loads else None
         except Exception:
             for job in meta.loads:
-                self._load_ended(job, Report(ok=False, cause="internal", reason="an internal failure"))
+                self._load_ends.ended(job, Report(ok=False, cause="internal", reason="an internal failure"))
             raise
         for job in meta.loads:
             if not job.parts:
-                self._load_ended(job, Report(ok=False, cause="promise", reason="what had been promised could not be loaded"))
+                self._load_ends.ended(job, Report(ok=False, cause="promise", reason="what had been promised could not be loaded"))
             elif self._layout is None or not _begun(self._loader, partial(self._load, job, fence, _deadline(job))):
-                self._load_ended(job, Report(ok=False, cause="rank", reason="this rank has no KV cache, or too much to do"))
+                self._load_ends.ended(job, Report(ok=False, cause="rank", reason="this rank has no KV cache, or too much to do"))
 
     def start_saves(self) -> None:
         """Begin to copy what this step, or an earlier one, has computed. Idempotent within a step.
@@ -157,20 +160,17 @@ class WorkerSide:
         with self._lock:
             return list(self._ended_saves)
 
-    def take_loads(self) -> tuple[set[str], set[str], set[int]]:
-        """Requests whose loads have ended, those of them that failed, and the blocks that hold nothing. Each once."""
-        with self._lock:
-            ended, self._load_reports = self._load_reports, {}
-        self._told_loads |= {job_id: report for job_id, (_, report) in ended.items()}
-        failed = [job for job, report in ended.values() if not report.ok]
-        bad = {block for job in failed for block in job.blocks}
-        return {job.request_id for job, _ in ended.values()}, {job.request_id for job in failed}, bad
+    def take_loads(self, *, wait_s: float = 0.0, computes: bool = False) -> tuple[set[str], set[str], set[int]]:
+        """See :meth:`LoadEnds.take`. With ``wait_s``, loads may end before what their device has still to do."""
+        # Of several groups vLLM could not be told afterwards which blocks are bad.
+        follow = self._copier.follow if wait_s and self._copier is not None and not self.selective else None
+        return self._load_ends.take(wait_s=wait_s, computes=computes, follow=follow)
 
     def worker_meta(self) -> KvtierdWorkerMetadata | None:
         """What the scheduler should know since the last step; None when there is nothing."""
         with self._lock:
             saves, self._save_reports = self._save_reports, {}
-        loads, self._told_loads = self._told_loads, {}
+        loads = self._load_ends.told()
         layouts = {}
         if not self._layout_told and self.rank_layout is not None:
             self._layout_told = True
@@ -277,27 +277,41 @@ class WorkerSide:
             raise DaemonUnavailableError("the session has ended")
         return joined
 
-    def _copy(self, part: Part, until_s: float, run: Callable[[BlockCopier, list[Chunk]], T]) -> tuple[T, int, float]:
+    def _copy(
+        self,
+        part: Part,
+        until_s: float,
+        run: Callable[[BlockCopier, Iterable[Chunk], OnQueued], int | None],
+        on_queued: Callable[[object], None] | None = None,
+    ) -> tuple[int, float]:
         """Run a copy of one part's slots and blocks on this rank.
 
         Args:
             part: what to copy.
             until_s: longest wait for the daemon, on the monotonic clock.
-            run: copies these chunks.
+            run: copies these chunks. Returns how many are whole; None for all.
+            on_queued: told once only a device has something left to do, with a mark of that.
 
         Returns:
-            Its result, the bytes of the blocks, and the seconds that the copy alone took.
+            The bytes of the blocks, and the seconds that the copy alone took.
 
         Raises:
             KvtierdError: the daemon went away or cannot be reached, so the copy counts for nothing.
+            TimeoutError: not all chunks are whole.
         """
         layout, copier = self._layout, self._copier
         assert layout is not None
         assert copier is not None
         joined = self._session(part)
         extents = joined.enter(self._connect, until_s)
-        views: list[Any] = []
-        chunks: list[Chunk] = []
+        queued_s = float("-inf")
+
+        def queued(mark: object, whole: int) -> None:
+            nonlocal queued_s
+            if on_queued is not None and whole == len(mine) and not extents.closed:
+                queued_s = time.monotonic()
+                on_queued(mark)
+
         try:
             pp_size = int(self._config.parallel_config.pipeline_parallel_size)
             shards = pp_size if joined.session.replicated else pp_size * self._tp_size
@@ -305,18 +319,20 @@ class WorkerSide:
             joined.map(extents, mine, until_s)
             ids = part.block_ids.tolist()
             size, block_bytes = len(ids) // len(mine), layout.groups[part.group].block_bytes
-            views += [extents.view(slot, size * block_bytes) for slot in mine]
-            chunks += [(view, ids[n * size : (n + 1) * size]) for n, view in enumerate(views)]
             begun_s = time.monotonic()
-            result = run(copier, chunks)
+            # One after the other, while those before are copied. Closed, it holds none, so that a revoked extent can be unmapped.
+            with closing(
+                (extents.view(slot, size * block_bytes), ids[n * size : (n + 1) * size]) for n, slot in enumerate(mine)
+            ) as chunks:
+                whole = run(copier, chunks, queued)
             seconds = time.monotonic() - begun_s
-            if extents.closed:
+            if extents.closed and time.monotonic() - queued_s > SUCCESSOR_S:
                 raise DaemonUnavailableError("the daemon went away during the copy")
         finally:
-            views.clear()
-            chunks.clear()  # lets go of slot memory, so that a revoked extent can be unmapped
             joined.leave()
-        return result, int((part.block_ids >= 0).sum()) * block_bytes, seconds
+        if whole is not None and whole < len(mine):
+            raise TimeoutError("the deadline passed")
+        return int((part.block_ids >= 0).sum()) * block_bytes, seconds
 
     def _load(self, job: LoadJob, fence: object | None, until_s: float) -> None:
         report = Report()
@@ -327,19 +343,18 @@ class WorkerSide:
 
         def run() -> None:
             _pass(fence, late)
-            for part in job.parts:
-                if not len(part.slots):
-                    continue
-                whole, nbytes, seconds = self._copy(part, until_s, partial(_load_chunks, part.group, fence, late))
-                if not whole:
-                    raise TimeoutError("the deadline passed")
+            parts = [part for part in job.parts if len(part.slots)]
+            for part in parts:
+                on_queued = partial(self._load_ends.queued, job) if part is parts[-1] else None
+                load = partial(_load_chunks, part.group, fence, late)
+                nbytes, seconds = self._copy(part, until_s, load, on_queued)
                 report.nbytes += nbytes
                 report.seconds += seconds
 
         self._try(report, "load", run, late)
         span.set(rank=str(self.rank), bytes=report.nbytes, copy_s=report.seconds)
         span.end("" if report.ok else f"{report.cause}: {report.reason}")
-        self._load_ended(job, report)
+        self._load_ends.ended(job, report)
 
     def _save(self, job: SaveJob, fence: object | None) -> None:
         report, part = Report(), job.part
@@ -348,8 +363,8 @@ class WorkerSide:
             if self._session(part).session.replicated and self.rank[1] != 0:
                 return  # rank 0 of each stage writes for all
             _pass(fence, lambda: False)
-            save = self._copy(part, float("inf"), lambda copier, chunks: copier.save(part.group, chunks, fence))
-            _, report.nbytes, report.seconds = save
+            save = partial(_save_chunks, part.group, fence)
+            report.nbytes, report.seconds = self._copy(part, float("inf"), save)
 
         self._try(report, "save", run, lambda: False)
         self._save_ended(job, report)
@@ -366,10 +381,6 @@ class WorkerSide:
             report.lost = e.slots if isinstance(e, LostMemoryError) else frozenset()
             if report.cause == "internal":
                 log.exception("kvtierd: a %s failed on rank %s", what, self.rank)
-
-    def _load_ended(self, job: LoadJob, report: Report) -> None:
-        with self._lock:
-            self._load_reports[job.job_id] = (job, report)
 
     def _save_ended(self, job: SaveJob, report: Report) -> None:
         with self._lock:
@@ -409,6 +420,11 @@ def _deadline(job: LoadJob) -> float:
     return time.monotonic() + job.timeout_s
 
 
-def _load_chunks(group: int, fence: object | None, cancelled: Callable[[], bool], copier: BlockCopier, chunks: list[Chunk]) -> bool:
-    """Whether all of them were loaded."""
-    return copier.load(group, chunks, fence, cancelled) == len(chunks)
+def _load_chunks(
+    group: int, fence: object | None, cancelled: Callable[[], bool], copier: BlockCopier, chunks: Iterable[Chunk], queued: OnQueued
+) -> int:
+    return copier.load(group, chunks, fence, cancelled, queued)
+
+
+def _save_chunks(group: int, fence: object | None, copier: BlockCopier, chunks: Iterable[Chunk], _queued: OnQueued) -> None:
+    copier.save(group, chunks, fence)
