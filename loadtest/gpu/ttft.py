@@ -52,7 +52,7 @@ def transfer_config(args):
     }
 
 
-def engine(args):
+def engine(args, **more):
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
@@ -61,7 +61,7 @@ def engine(args):
     (folder / "config.json").write_text(json.dumps(SHAPE))
     options = {
         "model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 70_000,
-        "gpu_memory_utilization": 0.5, "max_num_batched_tokens": 8192, "disable_log_stats": True,
+        "gpu_memory_utilization": 0.5, "max_num_batched_tokens": 8192, "disable_log_stats": True, **more,
     }  # fmt: skip
     if args.mode != "none":
         options["kv_transfer_config"] = KVTransferConfig(**transfer_config(args))

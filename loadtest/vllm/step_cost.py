@@ -7,10 +7,12 @@ Engines stand side by side on one device: one without any connector, one that sa
 with --peer one with vLLM's own OffloadingConnector. They get the same prompts, which nobody has seen before, one engine after the
 other and in changing order: long prompts of one output token (steps of prefill), many requests that come at once and then decode
 together (both), and the decoding part of these alone (from the moment when the last of them has its first token). Printed are
-milliseconds per engine step, the ratios of the rounds in their order, and the median of these.
+milliseconds per engine step, the ratios of the rounds in their order, and the median of these; of decoding also the 50th and 99th
+percentile of all steps, as their outputs reach the caller.
 """
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -56,8 +58,7 @@ def engine(args, mode):
     }  # fmt: skip
     if args.graphs:
         options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-    if not args.small:
-        options["gpu_memory_utilization"] = 0.3
+    options["gpu_memory_utilization"] = 0.15 if args.small else 0.3  # of the machine's memory where there is no GPU
     if mode != "without":
         options["kv_transfer_config"] = KVTransferConfig(**transfer_config(args, mode))
     return LLM(**options)
@@ -88,7 +89,7 @@ class Work:
         sampling = SamplingParams(max_tokens=output, temperature=0, ignore_eos=True, detokenize=False)
         prompts = self.prompts(number, count, tokens)
         began = time.perf_counter()
-        outputs = llm.generate(prompts, sampling, use_tqdm=False)
+        outputs, decoded = generate(llm, prompts, sampling)
         took = time.perf_counter() - began
         hits = sum(o.num_cached_tokens or 0 for o in outputs)
         if hits:
@@ -98,7 +99,33 @@ class Work:
             last_first = max(o.metrics.first_token_ts for o in outputs)
             last = max(o.metrics.last_token_ts for o in outputs)
             found["decoding alone"] = (last - last_first) / (output - 1) * 1e3
+            found["each step of decoding"] = decoded
         return found
+
+
+def generate(llm, prompts, sampling):
+    """The outputs, and how long each step took once all of them had begun, in ms."""
+    engine = llm.llm_engine
+    for number, prompt in enumerate(prompts):
+        engine.add_request(f"{time.monotonic_ns()}-{number}", prompt, sampling)
+    outputs, begun, ends = [], set(), []
+    while engine.has_unfinished_requests():
+        made = engine.step()
+        if made and len(begun) == len(prompts):
+            ends.append(time.perf_counter())
+        begun.update(o.request_id for o in made)
+        outputs += [o for o in made if o.finished]
+    return outputs, [(b - a) * 1e3 for a, b in itertools.pairwise(ends)]
+
+
+def percentiles(steps):
+    """Of all steps of all rounds, and ratios to the engine without a connector."""
+    found = {}
+    for percent in (50, 99):
+        at = {mode: statistics.quantiles(itertools.chain(*some), n=100)[percent - 1] for mode, some in steps.items()}
+        found |= {f"{mode}_p{percent}_ms": round(ms, 3) for mode, ms in at.items()}
+        found |= {f"{mode}_p{percent}_ratio": round(ms / at["without"], 4) for mode, ms in at.items() if mode != "without"}
+    return found | {"steps": len(list(itertools.chain(*steps["without"])))}
 
 
 def summary(times):
@@ -122,6 +149,7 @@ def main():
     parser.add_argument("--extra", default="{}", help="more of kv_connector_extra_config, as JSON")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--only-prefill", action="store_true", help="leave the requests that decode out")
+    parser.add_argument("--only-decoding", action="store_true", help="leave the long prompts out")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--prefills", type=int, default=8)
     parser.add_argument("--prefill-tokens", type=int, default=8192)
@@ -135,7 +163,7 @@ def main():
     engines = {mode: engine(args, mode) for mode in modes}
     work = Work(args)
     report = {"model": "small" if args.small else "Llama-3.1-8B shape", "graphs": args.graphs, "rounds": args.rounds}
-    for kind in ("prefill", "prefill and decoding")[: 1 if args.only_prefill else 2]:
+    for kind in ("prefill", "prefill and decoding")[1 if args.only_decoding else 0 : 1 if args.only_prefill else 2]:
         times = {}
         for number in range(-1, args.rounds):  # one more that does not count
             for mode in sorted(modes, reverse=bool(number % 2)):
@@ -143,7 +171,7 @@ def main():
                     if number >= 0:
                         times.setdefault(part, {}).setdefault(mode, []).append(ms)
                 time.sleep(PAUSE_S)  # saves that are still under way are not the next engine's to pay for
-        report |= {part: summary(by_mode) for part, by_mode in times.items()}
+        report |= {part: (percentiles if part.startswith("each") else summary)(by_mode) for part, by_mode in times.items()}
     text = json.dumps(report, indent=1)
     print(text)
     if args.output:
