@@ -45,8 +45,8 @@ class Move:
 
     @property
     def rises(self) -> bool:
-        """True when the block goes to GPU memory."""
-        return self.dst.tier is Tier.HBM
+        """True when the block goes on from CPU memory to GPU memory."""
+        return self.src.tier is Tier.CPU and self.dst.tier is Tier.HBM
 
 
 @dataclass(frozen=True, slots=True)

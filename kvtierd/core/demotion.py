@@ -2,6 +2,9 @@
 
 A copy goes down only when its realm may write, the tier below takes writes, and, on the way to NVMe, the block is admitted
 (``core/admission.py``). One that is not admitted stays for as long as nobody needs its room.
+
+Copies in GPU memory go to CPU memory. Where it is possible (``CoreState.direct``) they go to NVMe directly while draining, and when
+CPU memory has no room for them and none is on its way.
 """
 
 from __future__ import annotations
@@ -184,21 +187,47 @@ class Demoter:
         block = source.block
         if lower is None:
             return None
-        # A copy below that is being filled is another move's, whose result is waited for.
-        slots = Reason.BUSY if block.copy_on(lower) is not None else self._space.allocate(now, lower, block.realm, source)
+        tier, slots = self._place(now, source, lower)
         if isinstance(slots, Reason):
             # A tier that is being emptied, or that writes down itself, has room soon: see _feed.
             soon = state.pools[lower].retiring or (slots is Reason.BUSY and state.turns.can_demote(block.realm, lower, now))
             if not soon:
                 state.turns.pause(now, block.realm)
             return None
-        target = state.new_copy(now, block, lower, slots, why)
+        target = state.new_copy(now, block, tier, slots, why)
         move = self._begin(now, source, target, why)
         move.drop_source = drop
         self.down_bytes += move.size_bytes
         self._leaving(move, 1)
         state.goes_down(now, target)
         return move
+
+    def _place(self, now: float, source: Copy, lower: Tier) -> tuple[Tier, tuple[int, ...] | Reason]:
+        """Where a copy goes down to, and its slots there, or why the next lower tier has none."""
+        state, block = self._state, source.block
+        is_direct = (
+            state.direct
+            and source.tier is Tier.HBM
+            and lower is Tier.CPU
+            and block.copies() == [source]
+            and state.turns.can_demote(block.realm, lower, now)
+        )
+
+        def on_nvme() -> tuple[int, ...]:
+            slots = Reason.BUSY if state.not_admitted(now, source) else self._space.allocate(now, Tier.NVME, block.realm, source)
+            return () if isinstance(slots, Reason) else slots
+
+        if is_direct and state.draining and (direct := on_nvme()):
+            return Tier.NVME, direct
+        hungry, realm_id = self._space.hungry, block.realm.realm_id
+        was_hungry = realm_id in hungry
+        # A copy below that is being filled is another move's, whose result is waited for.
+        slots = Reason.BUSY if block.copy_on(lower) is not None else self._space.allocate(now, lower, block.realm, source)
+        if isinstance(slots, Reason) and is_direct and not state.draining and not self._room_comes(lower) and (direct := on_nvme()):
+            if not was_hungry:
+                hungry.pop(realm_id, None)  # nothing else has to go for it
+            return Tier.NVME, direct
+        return lower, slots
 
     def _leaving(self, move: Move, sign: int) -> None:
         realm, tier = move.src.block.realm, move.src.tier
@@ -287,11 +316,12 @@ class Demoter:
 
     def _makes_room(self, tier: Tier | None) -> bool:
         """Whether room may come on a tier that has none: something is under way there, or can still be written down."""
-        state = self._state
-        if tier is None:
-            return False
-        pool = state.pools[tier]
-        return bool(state.moves or pool.leaving or pool.retiring or state.turns.next_dirty(tier))
+        return tier is not None and (bool(self._state.moves) or self._room_comes(tier))
+
+    def _room_comes(self, tier: Tier) -> bool:
+        """Whether something leaves a tier, or can be written down from it."""
+        pool = self._state.pools[tier]
+        return bool(self._leaving_bytes[tier] or pool.leaving or pool.retiring or self._state.turns.next_dirty(tier))
 
 
 def _excess_bytes(tenant: Tenant, tier: Tier) -> int:

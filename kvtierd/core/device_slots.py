@@ -1,4 +1,4 @@
-"""Who gets slots in GPU memory: saves first of all, and prefetches (``core/rising.py``).
+"""Who gets slots in GPU memory: saves first of all, prefetches (``core/rising.py``), and what comes up from NVMe directly.
 
 A realm's blocks are on the GPUs of the engine that was first; an engine on others has to do without.
 """

@@ -55,6 +55,10 @@ def check_all(state: CoreState, sessions: Mapping[int, Session]) -> None:
             assert block.key == key and block.realm.index is realm.index
             assert block.realm is realm or (realm.shared and block.realm.shared), "only shared realms find others' blocks"
             check_block(block)
+    for move in state.moves.values():
+        for waiter, _ in move.waiters:
+            is_read = move.dst.tier is Tier.HBM and move.dst.block.realm.is_open_to(waiter.devices)
+            assert is_read or move.dst.tier is Tier.CPU, "nobody waits for what cannot be read"
     for session in sessions.values():
         held = 0
         for ticket in session.tickets.values():

@@ -1,5 +1,8 @@
 """Moving copies between tiers: promotion for loads and prefetches, and what the results of moves, up or down, mean.
 
+A promotion goes to CPU memory; from NVMe it goes to GPU memory directly where that is possible (``CoreState.direct``), the reader
+can open it and it has room.
+
 A demotion never takes the upper copy away before the lower one is readable; a failed move leaves everything as it was, except
 that a source which cannot be read is forgotten (one that the machine has no room to read just now is not). A promotion keeps
 its source, so that demoting the block again writes nothing.
@@ -12,9 +15,10 @@ from collections.abc import Iterable
 from enum import Enum
 from typing import Final
 
-from kvtierd.core.block import Copy, CopyState
+from kvtierd.core.block import Block, Copy, CopyState
 from kvtierd.core.commands import Forget, Move, Priority, Progress, StartMoves
 from kvtierd.core.demotion import Demoter
+from kvtierd.core.device_slots import DeviceSlots
 from kvtierd.core.realm import Realm, Tenant
 from kvtierd.core.rising import Riser
 from kvtierd.core.space import Space
@@ -36,7 +40,7 @@ class _Step(Enum):
     SESSION_FULL = "session_full"
     """Its session holds as much memory as it may; other sessions go on."""
     REALM_FULL = "realm_full"
-    """Nothing can be freed for its realm at present; other realms go on."""
+    """Nothing can be freed for its realm at present, where its reader can read it; others go on."""
     TIER_FULL = "tier_full"
     """As much is on its way up as may be; nobody gets further, and nobody overtakes."""
 
@@ -98,7 +102,11 @@ class Mover:
                 if entry == Entry.READY:
                     self._riser.want(ticket, index)
         if indexes:
-            self._queues[Priority.PREFETCH if ticket.prefetch else Priority.LOAD][ticket] = deque(indexes)
+            self._queue(ticket).extend(indexes)
+
+    def _queue(self, ticket: ReadTicket) -> deque[int]:
+        """Keys of a ticket that wait for a promotion."""
+        return self._queues[Priority.PREFETCH if ticket.prefetch else Priority.LOAD].setdefault(ticket, deque())
 
     def drain_in_use(self, copies: Iterable[Copy]) -> None:
         """Write these down too while draining: they have users, which may read on meanwhile."""
@@ -117,33 +125,35 @@ class Mover:
     # ---- up
 
     def _start_promotions(self, now: float) -> None:
-        full: set[Realm] = set()
+        full: set[tuple[Realm, tuple[int, ...]]] = set()
         step = _Step.DONE
         for priority, queue in self._queues.items():
             if step is _Step.TIER_FULL:
                 break
-            moves: dict[Tier, list[Move]] = {}
+            moves: dict[tuple[Tier, Tier], list[Move]] = {}
             for ticket in list(queue):
-                if ticket.realm in full and not ticket.closed:
+                reader = ticket.realm, ticket.devices
+                if reader in full and not ticket.closed:
                     continue
                 step = self._advance_ticket(now, ticket, queue[ticket], priority, moves)
                 if not queue[ticket]:
                     del queue[ticket]
                 if step is _Step.REALM_FULL:
-                    full.add(ticket.realm)
+                    full.add(reader)
                 if step is _Step.TIER_FULL:
                     break
-            for src_tier, group in moves.items():
-                self._state.commands.append(StartMoves(src_tier, Tier.CPU, priority, tuple(group)))
+            for (src, dst), group in moves.items():
+                self._state.commands.append(StartMoves(src, dst, priority, tuple(group)))
 
     def _advance_ticket(
-        self, now: float, ticket: ReadTicket, indexes: deque[int], priority: Priority, moves: dict[Tier, list[Move]]
+        self, now: float, ticket: ReadTicket, indexes: deque[int], priority: Priority, moves: dict[tuple[Tier, Tier], list[Move]]
     ) -> _Step:
+        devices: dict[Realm, DeviceSlots] = {}
         while indexes:
             if ticket.entries[indexes[0]] == Entry.WAITING:
-                step = self._advance(now, ticket, indexes[0], priority)
+                step = self._advance(now, ticket, indexes[0], priority, devices)
                 if isinstance(step, Move):
-                    moves.setdefault(step.src.tier, []).append(step)
+                    moves.setdefault((step.src.tier, step.dst.tier), []).append(step)
                 elif step is _Step.SESSION_FULL and not _is_worth_waiting(ticket):
                     # Nobody gives room back for it, as the reader of another load does: what fits is what it gets.
                     for index in indexes:
@@ -156,7 +166,9 @@ class Mover:
             indexes.popleft()
         return _Step.DONE
 
-    def _advance(self, now: float, ticket: ReadTicket, index: int, priority: Priority) -> Move | _Step:
+    def _advance(
+        self, now: float, ticket: ReadTicket, index: int, priority: Priority, devices: dict[Realm, DeviceSlots]
+    ) -> Move | _Step:
         """Bring one WAITING key further: a move to start, or how far it got."""
         state = self._state
         source = ticket.copies[index]
@@ -170,9 +182,9 @@ class Mover:
         if readable is not None:
             self._fulfil(now, ticket, index, readable)
             return _Step.DONE
-        if block.cpu is not None:
-            # FILLING, so a move is on its way: clients get slots only for blocks that are held nowhere.
-            self._wait(self._promoting[block.cpu], ticket, index)
+        coming = self._coming(block, ticket.devices)
+        if coming is not None:
+            self._wait(coming, ticket, index)
             return _Step.DONE
         if source.state is not CopyState.READY:
             self.miss(now, ticket, index, Reason.UNSPECIFIED)
@@ -180,18 +192,45 @@ class Mover:
         size = realm.namespace.block_bytes
         if self.up_bytes and self.up_bytes + size > state.config.max_promote_bytes:
             return _Step.TIER_FULL
-        state.came_back(realm, block.key, Tier.CPU)
-        slots = self._space.allocate(now, Tier.CPU, realm)
+        slots: tuple[int, ...] | Reason = self._in_device(now, ticket, source, devices)
+        tier = Tier.HBM if slots else Tier.CPU
+        if not slots:
+            state.came_back(realm, block.key, Tier.CPU)
+            slots = self._space.allocate(now, Tier.CPU, realm)
         if isinstance(slots, Reason):
             if slots is Reason.BUSY:
                 return _Step.REALM_FULL
             self.miss(now, ticket, index, slots)
             return _Step.DONE
-        target = state.new_copy(now, block, Tier.CPU, slots, priority.name.lower())
+        target = state.new_copy(now, block, tier, slots, priority.name.lower())
         move = self._begin(now, source, target, priority, priority.name.lower())
         self._wait(move, ticket, index)
         self.up_bytes += size
+        if tier is Tier.HBM:
+            ticket.risen_bytes += realm.tier_bytes[tier]
         return move
+
+    def _coming(self, block: Block, devices: tuple[int, ...]) -> Move | None:
+        """The move that brings a block to where who can open the memory of these GPUs reads it; None when there is none."""
+        if block.hbm in self._promoting and block.realm.is_open_to(devices):
+            return self._promoting[block.hbm]
+        # A FILLING copy in CPU memory has a move: clients get slots only for blocks that are held nowhere.
+        return None if block.cpu is None else self._promoting[block.cpu]
+
+    def _in_device(self, now: float, ticket: ReadTicket, source: Copy, devices: dict[Realm, DeviceSlots]) -> tuple[int, ...]:
+        """Slots in GPU memory, to which a block comes up from NVMe directly; () where it has to come by CPU memory.
+
+        Args:
+            devices: by realm, who gives slots to this ticket; nobody asks again where it was refused.
+        """
+        state, block = self._state, source.block
+        if not (state.direct and ticket.devices) or state.draining or source.tier is not Tier.NVME or block.hbm is not None:
+            return ()
+        giver = devices.get(block.realm)
+        if giver is None:
+            giver = devices[block.realm] = DeviceSlots(state, self._space, block.realm, ticket.devices)
+        state.came_back(block.realm, block.key, Tier.HBM)
+        return giver.take(now, ticket.risen_bytes)
 
     @staticmethod
     def _wait(move: Move, ticket: ReadTicket, index: int) -> None:
@@ -234,15 +273,23 @@ class Mover:
         state.pin(source)
         move = Move(next(state.ids), source, target, priority, now, why, size)
         state.moves[move.move_id] = move
-        if target.tier is Tier.CPU:
+        if target.tier is not Tier.NVME and not move.rises:
             self._promoting[target] = move
         return move
 
     # ---- results
 
     def unmade(self, now: float, targets: set[Copy]) -> None:
-        """There is no memory for these copies: end the moves that were to fill them. Their sources stay."""
-        for move in [m for m in self._state.moves.values() if m.dst in targets]:
+        """There is no memory for these copies: end the moves that were to fill them. Their sources stay.
+
+        Who waits for one in GPU memory goes on by CPU memory.
+        """
+        for move in reversed([m for m in self._state.moves.values() if m.dst in targets]):
+            if move.dst.tier is Tier.HBM:
+                for ticket, index in reversed(move.waiters):
+                    ticket.session.moving_bytes -= ticket.realm.tier_bytes[Tier.CPU]
+                    self._queue(ticket).appendleft(index)
+                move.waiters.clear()
             self.done(now, move.move_id, Result.NO_SPACE)
 
     def done(self, now: float, move_id: int, result: Result) -> None:

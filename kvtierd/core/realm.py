@@ -112,6 +112,10 @@ class Realm:
         place = self.devices[shard] if tier is Tier.HBM else 0
         return (self.realm_id, shard), self.slot_bytes[shard], shard, self.realm_id, place
 
+    def is_open_to(self, devices: tuple[int, ...]) -> bool:
+        """Whether who can open the memory of these GPUs, one a shard, can read what the realm has in GPU memory."""
+        return bool(devices) and self.devices == devices
+
     def own_keys(self) -> list[bytes]:
         """Keys of its own blocks."""
         return [key for key, block in self.index.items() if block.realm is self] if self.shared else list(self.index)

@@ -71,6 +71,8 @@ class CoreState:
         self.refused_bytes = [0, 0, 0]
         """By tier: dirty bytes that the tier below did not admit, and that may be forgotten at once."""
         self.draining = False
+        self.direct = False
+        """Whether blocks may move between GPU memory and NVMe without a copy in CPU memory."""
         self.commands: list[Command] = []
         self.story: deque[StoryEvent] = deque(maxlen=STORY_EVENTS)
         self.counts = Counts()
@@ -317,9 +319,11 @@ class CoreState:
     # ---- admission to NVMe
 
     def refusal(self, now: float, copy: Copy) -> str:
-        """Why NVMe does not take the block of a copy that is to be written down; "" when it does."""
-        if self.turns.lower(copy.tier) is not Tier.NVME:
-            return ""
+        """Why NVMe does not take the block of a copy that is to be written down; "" when it does, or when it is not to go there."""
+        return self.not_admitted(now, copy) if self.turns.lower(copy.tier) is Tier.NVME else ""
+
+    def not_admitted(self, now: float, copy: Copy) -> str:
+        """The same of a copy on any tier, whatever is between that and NVMe."""
         realm = copy.block.realm
         ttl_s = self.turns.ttl_s(realm, Tier.NVME)
         if ttl_s is not None and now - realm.orders[copy.tier].rank_s(copy) >= ttl_s:
@@ -365,7 +369,7 @@ class CoreState:
 
     def readable(self, block: Block, devices: tuple[int, ...]) -> Copy | None:
         """The copy that a client may read in place, given the GPU of each shard whose memory it can open; () for none."""
-        if devices and block.hbm is not None and block.hbm.state is CopyState.READY and block.realm.devices == devices:
+        if block.hbm is not None and block.hbm.state is CopyState.READY and block.realm.is_open_to(devices):
             return block.hbm
         return block.cpu if block.cpu is not None and block.cpu.state is CopyState.READY else None
 

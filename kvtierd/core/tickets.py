@@ -23,7 +23,7 @@ class Entry(IntEnum):
 
     MISSING = 0
     WAITING = 1
-    """Held where its reader cannot read it; that copy is pinned until there is one in CPU memory."""
+    """Held where its reader cannot read it; that copy is pinned until there is one that it can."""
     READY = 2
     """Readable and pinned, not handed out yet."""
     TAKEN = 3
@@ -109,7 +109,7 @@ class ReadTicket:
     began_s: float = 0.0
     """When it was made."""
     risen_bytes: int = 0
-    """Of a prefetch: what it has sent to GPU memory."""
+    """What it has sent to GPU memory."""
 
     def check_taken(self, index: int) -> None:
         """Raise RequestError UNKNOWN_TICKET unless key ``index`` was handed out and not released: only then is it pinned."""

@@ -398,6 +398,11 @@ class TierCore:
         self._mover.drain_in_use(dict.fromkeys(c for c in held if c is not None))
         self._mover.pump(now)
 
+    def set_direct(self, now: float, direct: bool) -> None:
+        """Say whether blocks may move between GPU memory and NVMe directly. What is on its way goes on."""
+        self.state.direct = direct
+        self._mover.pump(now)
+
     @property
     def undrained_bytes(self) -> int:
         """Bytes that exist only in memory while a lower tier could take them and has not refused to."""

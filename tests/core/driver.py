@@ -18,7 +18,7 @@ from tests.core.shell import KIB, config, key_of
 KEYS = 40
 SHAPES = [(4096,), (8192,), (4096, 4096), (4096, 12_288, 1)]
 WRITE_FAULTS = [Result.NO_SPACE, Result.IO_ERROR]
-READ_FAULTS = [Result.CORRUPT, Result.IO_ERROR]
+READ_FAULTS = [Result.CORRUPT, Result.IO_ERROR, Result.NO_SPACE]
 POLICIES: dict[str, dict[str, object]] = {"lru": {}, "bonus": {"turn_bonus_s": 6.0}, "arc": {"eviction": "arc"}}
 ADMISSIONS: dict[str, dict[str, object]] = {
     "all": {},
@@ -111,10 +111,12 @@ class Driver:
             self.sessions.append(self.shell.attach(self.realm(n)))
         return self.sessions[n % len(self.sessions)]
 
-    def attach(self, n: int) -> None:
-        """Begin a session."""
+    def attach(self, n: int, *, blind: bool = False) -> None:
+        """Begin a session, also one that cannot open GPU memory."""
         if len(self.sessions) < 5:
             self.sessions.append(self.shell.attach(self.realm(n)))
+            if blind:
+                self.shell.blind.add(self.sessions[-1])
 
     def detach(self, n: int) -> None:
         """End a session."""
@@ -198,6 +200,14 @@ class Driver:
         """Evict keys."""
         self.shell.evict(self.realm(r), self.keys(first, count), tier)
 
+    def sink(self, r: int, first: int, count: int) -> None:
+        """Evict keys from memory that are on NVMe too, as who needs the room would."""
+        realm = self.realm(r)
+        index = realm.index
+        keys = [key for key in self.keys(first, count) if key in index and index[key].mask & Tier.NVME.bit]
+        for tier in (Tier.HBM, Tier.CPU):
+            self.shell.evict(realm, keys, tier)
+
     def pin(self, r: int, first: int, count: int, wait_s: float) -> None:
         """Pin keys."""
         self._limited(lambda: self.shell.pin(self.realm(r), self.keys(first, count), wait_s))
@@ -221,7 +231,7 @@ class Driver:
             up = self.shell.moves[move_id][0].priority is not Priority.DEMOTE
             faults = READ_FAULTS if up else WRITE_FAULTS
             self.faulty |= bool(fault)
-            self.shell.finish(move_id, faults[fault - 1] if 1 <= fault <= 2 else Result.OK)
+            self.shell.finish(move_id, faults[fault - 1] if 1 <= fault <= len(faults) else Result.OK)
 
     def release_extent(self, n: int) -> None:
         """A retired extent is let go."""
@@ -229,6 +239,15 @@ class Driver:
         if place is not None:
             self.shell.release_extent(*place)
             self.shell.run()
+
+    def direct(self, on: bool) -> None:
+        """Switch direct moves between GPU memory and NVMe."""
+        self.shell.set_direct(on)
+
+    def leave_devices(self, r: int) -> None:
+        """No engine that reads a realm's blocks in GPU memory is left there."""
+        self.shell.core.leave_devices(self.shell.now, self.realm(r))
+        self.shell.run()
 
     def drain(self, on: bool) -> None:
         """Switch draining."""
@@ -254,8 +273,8 @@ class Driver:
         for session in self.sessions:
             assert session.ticket_bytes <= max(limit, max(r.tier_bytes[Tier.CPU] for r in self.realms))
         up = [m for m, _ in shell.moves.values() if m.priority is not Priority.DEMOTE]
-        for tier, most in ((Tier.CPU, shell.config.max_promote_bytes), (Tier.HBM, MAX_BYTES)):
-            sizes = [m.size_bytes for m in up if m.dst.tier is tier]
+        for rises, most in ((False, shell.config.max_promote_bytes), (True, MAX_BYTES)):
+            sizes = [m.size_bytes for m in up if m.rises is rises]
             assert len(sizes) <= 1 or sum(sizes) <= most
         self._check_admission()
         self._check_limits()

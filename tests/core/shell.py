@@ -79,6 +79,7 @@ class Shell:
     ) -> None:
         self.config = core_config
         self.into_hbm = into_hbm  # clients can open the memory of the first GPU
+        self.blind: set[Session] = set()  # but for these
         self.core = TierCore(core_config, limits)
         self.now = 0.0
         self.release_late = release_late
@@ -130,9 +131,9 @@ class Shell:
         """A realm with shards of these sizes."""
         return self.core.open_realm(tenant, Namespace(shard_bytes=shard_bytes, model=model))[0]
 
-    def devices(self, realm: Realm) -> tuple[int, ...]:
-        """What clients can open."""
-        return (0,) * len(realm.slot_bytes) if self.into_hbm else ()
+    def devices(self, realm: Realm, session: Session) -> tuple[int, ...]:
+        """What the clients of a session can open."""
+        return (0,) * len(realm.slot_bytes) if self.into_hbm and session not in self.blind else ()
 
     def attach(self, realm: Realm) -> Session:
         """A new session."""
@@ -207,6 +208,8 @@ class Shell:
         for move in command.moves:
             assert (move.src.tier, move.dst.tier, move.priority) == (command.src_tier, command.dst_tier, command.priority)
             token = ("move", move.move_id)
+            apart = {move.src.tier, move.dst.tier} == {Tier.HBM, Tier.NVME}
+            assert not apart or self.core.state.direct, "by CPU memory where there is no direct way"
             seen = self._read(move.src.tier, move.src.all_slots(), token)
             assert _is_block(seen, move.src.block), "a move reads the bytes of its block"
             self._begin_write(move.dst.tier, _moved_slots(move), token)
@@ -294,7 +297,7 @@ class Shell:
 
     def save(self, session: Session, realm: Realm, keys: list[bytes], request: Request = WHOLE) -> SaveGrant:
         """Ask for slots; granted ones are being written from now on."""
-        grant = self.core.save(self.now, session, realm, keys, self.ttl_s, replace(request, devices=self.devices(realm)))
+        grant = self.core.save(self.now, session, realm, keys, self.ttl_s, replace(request, devices=self.devices(realm, session)))
         self.run()
         width = len(realm.slot_bytes)
         granted = [i for i, o in enumerate(grant.outcomes) if o == GRANTED]
@@ -355,7 +358,7 @@ class Shell:
         self, session: Session, realm: Realm, keys: list[bytes], wait_s: float = 10.0, *, each: bool = False, keeps: bool = False
     ) -> ReadTicket:
         """Begin a load."""
-        devices = self.devices(realm)
+        devices = self.devices(realm, session)
         ticket = self.core.load(self.now, session, realm, keys, self.now + wait_s, each=each, devices=devices, keeps=keeps)
         # In a shared realm a block may be another's, who saved it.
         owners = {i: copy.block.realm.realm_id for i, copy in enumerate(ticket.copies) if copy is not None}
@@ -387,7 +390,7 @@ class Shell:
     def _look(self, opened: OpenLoad, index: int) -> None:
         realm = opened.ticket.realm
         copy = opened.ticket.copies[index]
-        assert copy is not None and copy.tier in ((Tier.HBM, Tier.CPU) if self.into_hbm else (Tier.CPU,))
+        assert copy is not None and copy.tier in ((Tier.HBM, Tier.CPU) if opened.ticket.devices else (Tier.CPU,))
         assert tier_of(opened.taken[index]) is copy.tier
         seen = self._read(copy.tier, opened.taken[index], ("load", opened.ticket.ticket_id))
         wanted = [
@@ -425,7 +428,7 @@ class Shell:
 
     def prefetch(self, session: Session, realm: Realm, keys: list[bytes], wait_s: float = 10.0) -> ReadTicket:
         """Begin a prefetch."""
-        ticket = self.core.prefetch(self.now, session, realm, keys, self.now + wait_s, self.devices(realm))
+        ticket = self.core.prefetch(self.now, session, realm, keys, self.now + wait_s, self.devices(realm, session))
         self.run()
         return ticket
 
@@ -469,6 +472,11 @@ class Shell:
         return True
 
     # ---- time
+
+    def set_direct(self, direct: bool) -> None:
+        """Say whether blocks move between GPU memory and NVMe directly."""
+        self.core.set_direct(self.now, direct)
+        self.run()
 
     def drain(self, *, on: bool = True) -> None:
         """Switch draining."""

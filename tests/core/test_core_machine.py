@@ -47,9 +47,9 @@ class CoreMachine(RuleBasedStateMachine):
     def start(self, **options: Any) -> None:
         self.driver = Driver(**options)
 
-    @rule(n=NUMBER)
-    def attach(self, n: int) -> None:
-        self.driver.attach(n)
+    @rule(n=NUMBER, blind=st.booleans())
+    def attach(self, n: int, blind: bool) -> None:
+        self.driver.attach(n, blind=blind)
 
     @rule(ttl_s=st.sampled_from([None, 0.005, 0.4, 5.0, 40.0]))
     def live(self, ttl_s: float | None) -> None:
@@ -108,6 +108,10 @@ class CoreMachine(RuleBasedStateMachine):
     def evict(self, r: int, first: int, count: int, tier: Tier | None) -> None:
         self.driver.evict(r, first, count, tier)
 
+    @rule(r=NUMBER, first=NUMBER, count=COUNT)
+    def sink(self, r: int, first: int, count: int) -> None:
+        self.driver.sink(r, first, count)
+
     @rule(r=NUMBER, first=NUMBER, count=st.integers(1, 3), wait_s=WAIT)
     def pin(self, r: int, first: int, count: int, wait_s: float) -> None:
         self.driver.pin(r, first, count, wait_s)
@@ -133,6 +137,14 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(n=NUMBER)
     def release_extent(self, n: int) -> None:
         self.driver.release_extent(n)
+
+    @rule(on=st.booleans())
+    def direct(self, on: bool) -> None:
+        self.driver.direct(on)
+
+    @rule(r=NUMBER)
+    def leave_devices(self, r: int) -> None:
+        self.driver.leave_devices(r)
 
     @rule(on=st.booleans())
     def drain(self, on: bool) -> None:
@@ -163,12 +175,13 @@ CoreMachine.TestCase.settings = settings(
 TestCoreMachine = pytest.mark.timeout(600)(CoreMachine.TestCase)  # shrinking a failure takes minutes
 
 
-def _history(seed: int, steps: int) -> None:
+def _history(seed: int, steps: int, *, direct: bool = False) -> None:
+    """With ``direct``, blocks may move between GPU memory and NVMe directly, and most that is asked for has been there before."""
     r = random.Random(seed)
     d = Driver(
         cpu=r.choice([64, 128, 256, 512, 1024]),
         nvme=r.choice([0, 128, 256, 1024, 4096]),
-        hbm=r.choice([0, 64, 128, 1024]),
+        hbm=r.choice([64, 128, 1024, 1024] if direct else [0, 64, 128, 1024]),
         ttl=r.random() < 0.5,
         quota=r.random() < 0.5,
         late=r.random() < 0.5,
@@ -177,7 +190,7 @@ def _history(seed: int, steps: int) -> None:
         extent=r.choice([16, 32, 64]),
         policy=r.choice(list(POLICIES)),
         admission=r.choice([*ADMISSIONS, "all", "all"]),
-        into_hbm=r.random() < 0.7,
+        into_hbm=r.random() < 0.7 or direct,
     )
     faulty = r.random() < 0.6
     limits = r.choice([0, 0, 1, 4])
@@ -185,22 +198,28 @@ def _history(seed: int, steps: int) -> None:
     def n(limit: int = 1000) -> int:
         return r.randrange(limit)
 
+    few = r.choice([2, 5, 1000]) if direct else 1000
+
+    def fault() -> int:
+        drawn = n(14) if faulty else 0
+        return drawn if direct or drawn < 3 else 0
+
     operations = [
-        (8, lambda: d.put(n(), n(), n(), 1 + n(9))),
-        (5, lambda: d.save(n(), n(), n(), 1 + n(9))),
+        (8, lambda: d.put(n(), n(few), n(few), 1 + n(9))),
+        (5, lambda: d.save(n(), n(few), n(few), 1 + n(9))),
         (5, lambda: d.commit(n(), n())),
         (2, lambda: d.abort(n(), n())),
-        (8, lambda: d.load(n(), n(), n(), 1 + n(11), n(3) == 0, r.random() * 8)),
+        (8, lambda: d.load(n(), n(few), n(few), 1 + n(11), n(3) == 0, r.random() * 8)),
         (10, lambda: d.collect(n())),
         (6, lambda: d.release(n(), r.choice([0, n()]))),
         (1, lambda: d.abandon(n())),
-        (4, lambda: d.prefetch(n(), n(), n(), 1 + n(11), r.random() * 8)),
+        (4, lambda: d.prefetch(n(), n(few), n(few), 1 + n(11), r.random() * 8)),
         (1, lambda: d.cancel(n(), n())),
         (2, lambda: d.evict(n(), n(), 1 + n(5), r.choice([None, *Tier]))),
         (1, lambda: d.pin(n(), n(), 1 + n(3), r.random() * 20)),
         (1, lambda: d.unpin(n())),
-        (3, lambda: d.put_hbm(n(), n())),
-        (25, lambda: d.finish(n(), n(14) if faulty else 0)),
+        (3, lambda: d.put_hbm(n(few), n(few))),
+        (25, lambda: d.finish(n(), fault())),
         (3, lambda: d.release_extent(n())),
         (1, lambda: d.drain(n(3) == 0)),
         (8, lambda: d.wait(r.choice([0, 0.01, 0.3, 2, 30]))),
@@ -209,6 +228,13 @@ def _history(seed: int, steps: int) -> None:
         (limits, lambda: d.limit(n(), n())),
         (0.5, lambda: d.detach(n())),
     ]
+    if direct:
+        operations += [
+            (2, lambda: d.direct(n(4) > 0)),
+            (6, lambda: d.sink(n(few), n(few), 1 + n(11))),
+            (1, lambda: d.attach(n(), blind=True)),
+            (0.3, lambda: d.leave_devices(n(few))),
+        ]
     weights = [weight for weight, _ in operations]
     actions = [action for _, action in operations]
     for _ in range(steps):
@@ -230,11 +256,12 @@ def test_copies_within_a_quota_do_not_push_each_other_out_for_ever() -> None:
 def test_long_histories(first: int) -> None:
     """Goal: what a short history cannot reach, such as full tiers that several realms fight for, holds too.
 
-    Method: seeded histories of several hundred operations with the same driver and checks as the machine's.
+    Method: seeded histories of several hundred operations with the same driver and checks as the machine's, every other one with
+    direct moves between GPU memory and NVMe.
     """
     for seed in range(first, first + 10):
         try:
-            _history(seed, 300)
+            _history(seed, 300, direct=seed % 2 == 1)
         except BaseException as e:
             e.add_note(f"seed {seed}")
             raise
