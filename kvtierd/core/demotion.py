@@ -185,12 +185,12 @@ class Demoter:
         state = self._state
         lower = state.turns.lower(source.tier)
         block = source.block
-        if lower is None:
-            return None
+        if lower is None or block.copies()[-1] is not source:
+            return None  # a copy below that is being filled is another move's, whose result is waited for
         tier, slots = self._place(now, source, lower)
         if isinstance(slots, Reason):
             # A tier that is being emptied, or that writes down itself, has room soon: see _feed.
-            soon = state.pools[lower].retiring or (slots is Reason.BUSY and state.turns.can_demote(block.realm, lower, now))
+            soon = state.pools[tier].retiring or (slots is Reason.BUSY and state.turns.can_demote(block.realm, tier, now))
             if not soon:
                 state.turns.pause(now, block.realm)
             return None
@@ -203,31 +203,24 @@ class Demoter:
         return move
 
     def _place(self, now: float, source: Copy, lower: Tier) -> tuple[Tier, tuple[int, ...] | Reason]:
-        """Where a copy goes down to, and its slots there, or why the next lower tier has none."""
+        """Where a copy goes down to, and its slots there; or which tier has none, and why: NVMe where that was asked."""
         state, block = self._state, source.block
-        is_direct = (
-            state.direct
-            and source.tier is Tier.HBM
-            and lower is Tier.CPU
-            and block.copies() == [source]
-            and state.turns.can_demote(block.realm, lower, now)
-        )
-
-        def on_nvme() -> tuple[int, ...]:
-            slots = Reason.BUSY if state.not_admitted(now, source) else self._space.allocate(now, Tier.NVME, block.realm, source)
-            return () if isinstance(slots, Reason) else slots
-
-        if is_direct and state.draining and (direct := on_nvme()):
-            return Tier.NVME, direct
-        hungry, realm_id = self._space.hungry, block.realm.realm_id
-        was_hungry = realm_id in hungry
-        # A copy below that is being filled is another move's, whose result is waited for.
-        slots = Reason.BUSY if block.copy_on(lower) is not None else self._space.allocate(now, lower, block.realm, source)
-        if isinstance(slots, Reason) and is_direct and not state.draining and not self._room_comes(lower) and (direct := on_nvme()):
-            if not was_hungry:
-                hungry.pop(realm_id, None)  # nothing else has to go for it
-            return Tier.NVME, direct
-        return lower, slots
+        ways = [lower]
+        if state.direct and (source.tier, lower) == (Tier.HBM, Tier.CPU) and state.turns.can_demote(block.realm, lower, now):
+            ways.insert(0 if state.draining else 1, Tier.NVME)
+        refused = lower, Reason.BUSY
+        for tier in ways:
+            is_direct = tier is not lower
+            if is_direct and ((not state.draining and self._room_comes(lower)) or state.not_admitted(now, source)):
+                continue
+            slots = self._space.allocate(now, tier, block.realm, source)
+            if not isinstance(slots, Reason):
+                if is_direct:
+                    self._space.hungry.pop(block.realm.realm_id, None)  # nothing else has to go for it
+                return tier, slots
+            if refused[0] is lower:
+                refused = tier, slots
+        return refused
 
     def _leaving(self, move: Move, sign: int) -> None:
         realm, tier = move.src.block.realm, move.src.tier

@@ -192,7 +192,8 @@ class Mover:
         size = realm.namespace.block_bytes
         if self.up_bytes and self.up_bytes + size > state.config.max_promote_bytes:
             return _Step.TIER_FULL
-        slots: tuple[int, ...] | Reason = self._in_device(now, ticket, source, devices)
+        # What is in neither memory is on NVMe.
+        slots: tuple[int, ...] | Reason = () if block.hbm is not None else self._in_device(now, ticket, block, devices)
         tier = Tier.HBM if slots else Tier.CPU
         if not slots:
             state.came_back(realm, block.key, Tier.CPU)
@@ -217,14 +218,14 @@ class Mover:
         # A FILLING copy in CPU memory has a move: clients get slots only for blocks that are held nowhere.
         return None if block.cpu is None else self._promoting[block.cpu]
 
-    def _in_device(self, now: float, ticket: ReadTicket, source: Copy, devices: dict[Realm, DeviceSlots]) -> tuple[int, ...]:
+    def _in_device(self, now: float, ticket: ReadTicket, block: Block, devices: dict[Realm, DeviceSlots]) -> tuple[int, ...]:
         """Slots in GPU memory, to which a block comes up from NVMe directly; () where it has to come by CPU memory.
 
         Args:
             devices: by realm, who gives slots to this ticket; nobody asks again where it was refused.
         """
-        state, block = self._state, source.block
-        if not (state.direct and ticket.devices) or state.draining or source.tier is not Tier.NVME or block.hbm is not None:
+        state = self._state
+        if not (state.direct and ticket.devices) or state.draining:
             return ()
         giver = devices.get(block.realm)
         if giver is None:
