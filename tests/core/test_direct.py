@@ -305,15 +305,16 @@ def test_a_block_that_comes_to_both_memories_is_clean_in_both() -> None:
 def test_a_drain_goes_down_directly() -> None:
     """Goal: what a stop writes takes no room in CPU memory; what is in use goes too, and is clean then."""
     shell, session, realm = in_hbm(4)
+    shell.put(blind(shell, realm), realm, keys(2, 11))
     load = shell.load(session, realm, keys(1))
     assert shell.collect(load) == ([0], True)
     shell.drain()
     shell.drain()
-    assert ways(shell) == [DOWN] * 4
+    assert ways(shell) == [DOWN] * 4 + [(Tier.CPU, Tier.NVME)] * 2
     shell.finish_all()
     state = shell.core.state
     assert tiers(shell, realm, 4) == ["hn"] * 4 and not shell.core.undrained_bytes
-    assert state.counts.demotions[(Tier.HBM, "drain")] == 4 and not state.pools[Tier.CPU].used_bytes
+    assert state.counts.demotions[(Tier.HBM, "drain")] == 4 and state.pools[Tier.CPU].used_bytes == 2 * BLOCK
     shell.release(load)
     shell.drain(on=False)
     shell.wait(31.0)
