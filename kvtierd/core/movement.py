@@ -4,12 +4,13 @@ A promotion goes to CPU memory; from NVMe it goes to GPU memory directly where t
 can open it and it has room.
 
 A demotion never takes the upper copy away before the lower one is readable; a failed move leaves everything as it was, except
-that a source which cannot be read is forgotten (one that the machine has no room to read just now is not). A promotion keeps
-its source, so that demoting the block again writes nothing.
+that a source which cannot be read is forgotten (one that the machine has no room to read just now is not). Of a demotion to NVMe
+CORRUPT says that it was the source. A promotion keeps its source, so that demoting the block again writes nothing.
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Iterable
 from enum import Enum
@@ -281,16 +282,8 @@ class Mover:
     # ---- results
 
     def unmade(self, now: float, targets: set[Copy]) -> None:
-        """There is no memory for these copies: end the moves that were to fill them. Their sources stay.
-
-        Who waits for one in GPU memory goes on by CPU memory.
-        """
-        for move in reversed([m for m in self._state.moves.values() if m.dst in targets]):
-            if move.dst.tier is Tier.HBM:
-                for ticket, index in reversed(move.waiters):
-                    ticket.session.moving_bytes -= ticket.realm.tier_bytes[Tier.CPU]
-                    self._queue(ticket).appendleft(index)
-                move.waiters.clear()
+        """There is no memory for these copies: end the moves that were to fill them. Their sources stay."""
+        for move in [m for m in self._state.moves.values() if m.dst in targets]:
             self.done(now, move.move_id, Result.NO_SPACE)
 
     def done(self, now: float, move_id: int, result: Result) -> None:
@@ -355,14 +348,20 @@ class Mover:
         if move.rises:
             if result is not Result.NO_SPACE:
                 self._write_refused(now, target, result)
-        elif demoted and (target.tier is Tier.NVME or result is Result.NO_SPACE):
+        elif demoted and result is not Result.CORRUPT and (target.tier is Tier.NVME or result is Result.NO_SPACE):
             self._write_refused(now, target, result)
         elif source.state is CopyState.READY and result is not Result.NO_SPACE:
             state.evict(now, source, result.value)
+        goes_on = target.tier is Tier.HBM and not move.rises and result is Result.NO_SPACE
+        if goes_on:  # by CPU memory, like what comes after it for a while
+            state.turns.suspended[Tier.HBM] = (now + state.config.retry_s, result.value)
         reason = _MISS_REASONS.get(result, Reason.IO)
         for ticket, index in move.waiters:
             if ticket.entries[index] == Entry.WAITING:
-                self.miss(now, ticket, index, reason)
+                if goes_on:
+                    insort(self._queue(ticket), index)
+                else:
+                    self.miss(now, ticket, index, reason)
         state.unpin(now, source, oldest=demoted)
 
     def _write_refused(self, now: float, target: Copy, result: Result) -> None:

@@ -17,7 +17,7 @@ from tests.core.shell import KIB, config, key_of
 
 KEYS = 40
 SHAPES = [(4096,), (8192,), (4096, 4096), (4096, 12_288, 1)]
-WRITE_FAULTS = [Result.NO_SPACE, Result.IO_ERROR]
+WRITE_FAULTS = [Result.NO_SPACE, Result.IO_ERROR, Result.CORRUPT]
 READ_FAULTS = [Result.CORRUPT, Result.IO_ERROR, Result.NO_SPACE]
 POLICIES: dict[str, dict[str, object]] = {"lru": {}, "bonus": {"turn_bonus_s": 6.0}, "arc": {"eviction": "arc"}}
 ADMISSIONS: dict[str, dict[str, object]] = {

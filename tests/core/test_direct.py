@@ -206,19 +206,38 @@ def test_who_can_read_cpu_memory_only_holds_nobody_else_up() -> None:
     shell.check()
 
 
-@pytest.mark.parametrize(
-    ("result", "reason", "left"),
-    [(Result.CORRUPT, Reason.CORRUPT, ""), (Result.IO_ERROR, Reason.IO, ""), (Result.NO_SPACE, Reason.BUSY, "n")],
-)
-def test_a_failure_means_what_it_does_on_the_way_to_cpu_memory(result: Result, reason: Reason, left: str) -> None:
+@pytest.mark.parametrize(("result", "reason"), [(Result.CORRUPT, Reason.CORRUPT), (Result.IO_ERROR, Reason.IO)])
+def test_what_cannot_be_read_is_forgotten(result: Result, reason: Reason) -> None:
     shell, session, realm = on_nvme(2)
     load = shell.load(session, realm, keys(2))
     shell.finish_all(result)
-    assert load.reason is reason and load.open == 0 and tiers(shell, realm, 2) == [left] * 2
+    assert load.reason is reason and load.open == 0 and tiers(shell, realm, 2) == [""] * 2
     state = shell.core.state
     assert not state.copies[Tier.HBM] and not state.turns.suspended and not session.held_bytes
     assert state.counts.moves[(*UP, result.value)] == 2
     shell.collect(load)
+    shell.check()
+
+
+def test_gpu_memory_that_takes_nothing_costs_no_hit() -> None:
+    """Goal: who waits for it goes on by CPU memory, in order, and so does what comes after for a while."""
+    shell, session, realm = on_nvme(4)
+    load = shell.load(session, realm, keys(3))
+    shell.finish(max(shell.moves), Result.NO_SPACE)
+    for move_id in sorted(shell.moves)[:2]:
+        shell.finish(move_id, Result.NO_SPACE)
+    later = shell.load(session, realm, keys(1, 4))
+    assert ways(shell) == [BY_CPU] * 4
+    shell.finish_all()
+    read(shell, load)
+    read(shell, later)
+    assert not session.held_bytes
+    shell.evict(realm, keys(4), Tier.CPU)
+    shell.wait(shell.config.retry_s + 1)
+    read_again = shell.load(session, realm, keys(4))
+    assert ways(shell) == [UP] * 4
+    shell.finish_all()
+    read(shell, read_again)
     shell.check()
 
 
@@ -474,6 +493,18 @@ def test_what_is_not_admitted_stays() -> None:
     crowded(shell, realm)
     shell.wait(31.0)
     assert not shell.moves and tiers(shell, realm, 3) == ["h"] * 3
+    shell.check()
+
+
+def test_what_cannot_be_read_from_gpu_memory_is_no_fault_of_nvme() -> None:
+    """Goal: the block goes, what else there is on NVMe stays, and NVMe is written on."""
+    shell, _, realm = in_hbm(2)
+    shell.drain()
+    first, second = sorted(shell.moves)
+    shell.finish(first)
+    shell.finish(second, Result.CORRUPT)
+    assert sorted(tiers(shell, realm, 2)) == ["", "hn"] and not shell.core.state.turns.suspended
+    assert not any(e.draining for e in shell.core.state.pools[Tier.NVME].extents.values())
     shell.check()
 
 
