@@ -133,10 +133,19 @@ class Demoter:
         if copy.is_clean or not self._may_go(now, copy):
             state.evict(now, copy, "pressure")
         elif not start(copy, why, drop=True):
-            if copy.tier is Tier.HBM and copy.block.realm not in state.turns.paused:
-                state.demote_wanted.append((copy, why))  # CPU memory writes down itself, and has room soon
+            if copy.tier is Tier.HBM and copy.block.realm not in state.turns.paused and self._is_worth_waiting(now, copy):
+                state.demote_wanted.append((copy, why))
             else:
                 state.evict(now, copy, "pressure")
+
+    def _is_worth_waiting(self, now: float, copy: Copy) -> bool:
+        """Whether the tier below may have room for a copy later: it writes down itself, its users let go, or a pause ends there."""
+        lower = self._state.turns.lower(copy.tier)
+        if lower is None:
+            return False
+        pool = self._state.pools[lower]
+        is_paused = now < pool.growth_blocked_until_s or not pool.asked_long_ago(now)
+        return is_paused or self._state.pinned_bytes[lower] > 0 or self._makes_room(lower)
 
     def _may_go(self, now: float, copy: Copy) -> bool:
         state = self._state

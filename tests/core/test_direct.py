@@ -457,6 +457,32 @@ def test_an_extent_that_drains_is_emptied_to_nvme() -> None:
     shell.check()
 
 
+def test_gpu_memory_comes_back_although_cpu_memory_never_has_room() -> None:
+    """Goal: a block that cannot go anywhere does not keep the memory of a GPU whose engine has gone.
+
+    Found by random histories: a reserve of its own tenant kept all of CPU memory, in which nothing had to be written down.
+    """
+    limits = {"t": Limits((None, None, None), (0, 3 * BLOCK, 0), tenant_class=TenantClass.PREMIUM)}
+    shell, _, realm = in_hbm(1, limits=limits, **SMALL)
+    shell.set_direct(False)
+    other = shell.realm(BLOCK, model="other")
+    session = blind(shell, other)
+    fill(shell, session, other, keys(4))
+    shell.drain()
+    shell.finish_all()
+    shell.drain(on=False)
+    assert tiers(shell, other, 4) == ["cn"] * 4 and tiers(shell, realm, 1) == ["h"]
+    load = shell.load(session, other, keys(1))
+    shell.collect(load)
+    shell.core.leave_devices(shell.now, realm)
+    shell.run()
+    shell.wait(1.0)
+    assert tiers(shell, realm, 1) == ["h"], "it waits for the reader"
+    shell.release(load)
+    assert tiers(shell, realm, 1) == [""] and not shell.core.state.pools[Tier.HBM].reserved_bytes
+    shell.check()
+
+
 def test_a_cut_quota_is_met_by_way_of_nvme() -> None:
     shell, _, realm = in_hbm(3, **SMALL)
     crowded(shell, realm)
