@@ -12,9 +12,10 @@ from typing import Protocol
 
 from typing_extensions import Buffer
 
+from kvtierd.cuda import Device
 from kvtierd.model import NO_END, Namespace, Result
 
-__all__ = ["BlockIo", "BlockStore", "RealmInfo", "Recovered", "RecoveredExtent", "Result"]
+__all__ = ["BlockIo", "BlockStore", "DeviceRange", "RealmInfo", "Recovered", "RecoveredExtent", "Result"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +29,22 @@ class RealmInfo:
     """True when the shared realms of other tenants find its blocks."""
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceRange:
+    """Memory of a GPU."""
+
+    device: Device
+    address: int
+    nbytes: int
+
+
 @dataclass(slots=True)
 class BlockIo:
     """One block to write to or read from a store, all shards.
 
     ``slots[i]`` is shard ``i``'s slot in the store; ``buffers[i]`` is memory of exactly ``shard_bytes[i]`` bytes that
     starts on a page and may be used up to the next page boundary. ``expires_s`` is when the block expires, in seconds since
-    1970.
+    1970. A block between GPU memory and NVMe has no buffers but ``ranges``, of which the same holds.
     """
 
     realm_id: int
@@ -43,6 +53,7 @@ class BlockIo:
     slots: tuple[int, ...]
     buffers: Sequence[Buffer]
     expires_s: float = NO_END
+    ranges: Sequence[DeviceRange] = ()
 
 
 @dataclass(slots=True)
