@@ -181,6 +181,12 @@ class NvmeConfig(_Section):
     direct: Literal["auto", "require", "off"] = Field(
         "auto", description="O_DIRECT: probe for it, insist on it, or use the page cache."
     )
+    gds: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="Blocks between GPU memory and NVMe without CPU memory: auto where GPUDirect Storage works and is not "
+        "slower, both tried out; on also by kvikio alone, and no start where that fails.",
+    )
+    gds_timeout: Duration = Field(10.0, description="Time after which such a transfer is taken to hang.")
     encryption_key_file: Path | None = Field(
         None, description="File with a key of 256 bits, in hex or base64, that blocks are encrypted with; not set: they are not."
     )
@@ -370,6 +376,12 @@ class Config(_Section):
             raise ValueError("nvme.segment is larger than nvme.capacity")
         if self.nvme.encryption_key_file and self.nvme.encryption_key_command:
             raise ValueError("nvme.encryption_key_file and nvme.encryption_key_command are both set; leave one of them out")
+        if self.nvme.gds == "on" and not (self.hbm.capacity and self.nvme.capacity):
+            raise ValueError('nvme.gds = "on" needs both tiers; set hbm.capacity and nvme.capacity, or nvme.gds to "auto"')
+        if self.nvme.gds == "on" and (self.nvme.encryption_key_file or self.nvme.encryption_key_command):
+            raise ValueError('nvme.gds = "on" cannot be with encryption, which CPUs do; set nvme.gds to "auto", or set no key')
+        if self.nvme.gds_timeout < 1:
+            raise ValueError("nvme.gds_timeout is below 1s; raise it")
         if self.policy.eviction == "arc" and self.policy.turn_bonus:
             raise ValueError('policy.turn_bonus goes with policy.eviction = "lru"; set one of them back')
         if bool(self.server.tls_cert) != bool(self.server.tls_key):

@@ -6,6 +6,7 @@ import ctypes
 import importlib
 import logging
 import os
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
@@ -66,6 +67,23 @@ class ThreadEngine:
         os.close(handle)
 
 
+KVIKIO_OPENING: Final = threading.Lock()
+"""Held while a file is opened by kvikio, which takes settings of the whole process for it then."""
+
+
+def set_up_kvikio(threads: int) -> tuple[Any, Any]:
+    """kvikio and its settings, for direct I/O in so many threads. Raises ImportError and what kvikio raises."""
+    kvikio, defaults = importlib.import_module("kvikio"), importlib.import_module("kvikio.defaults")
+    if not {"KVIKIO_NTHREADS", "KVIKIO_NUM_THREADS"} & os.environ.keys():
+        defaults.set({"num_threads": threads})
+    for setting in ("auto_direct_io_read", "auto_direct_io_write"):
+        try:
+            defaults.set({setting: True})
+        except (AttributeError, KeyError, ValueError, RuntimeError):
+            log.info("this kvikio has no setting %s; its own default holds", setting)
+    return kvikio, defaults
+
+
 class KvikioEngine(ThreadEngine):
     """kvikio for large buffers of direct files: it splits one call over its own threads. Small buffers go the plain way.
 
@@ -76,23 +94,17 @@ class KvikioEngine(ThreadEngine):
     name = "kvikio"
 
     def __init__(self, threads: int) -> None:
-        self._kvikio: Any = importlib.import_module("kvikio")
+        self._kvikio, _ = set_up_kvikio(threads)
         self._files: dict[int, Any] = {}
         self._failed = False
-        defaults = importlib.import_module("kvikio.defaults")
-        defaults.set({"num_threads": threads})
-        for setting in ("auto_direct_io_read", "auto_direct_io_write"):
-            try:
-                defaults.set({setting: True})
-            except (AttributeError, KeyError, ValueError, RuntimeError):
-                log.info("this kvikio has no setting %s; its own default holds", setting)
 
     def open(self, path: str, *, direct: bool) -> int:
         """See :class:`IoEngine`."""
         handle = super().open(path, direct=direct)
         if direct:
             try:
-                self._files[handle] = self._kvikio.CuFile(path, "r+")
+                with KVIKIO_OPENING:
+                    self._files[handle] = self._kvikio.CuFile(path, "r+")
             except (OSError, RuntimeError) as e:
                 os.close(handle)
                 raise _as_os_error(e) from e

@@ -18,10 +18,13 @@ from typing import Final, TypeVar
 import aiofiles
 
 from kvtierd.config import NvmeConfig
+from kvtierd.cuda import Device
 from kvtierd.errors import Reason, RequestError
 from kvtierd.model import MAX_REALMS, PAGE_BYTES, SLOT_INDEX_BITS, slot_extent
 from kvtierd.tiers.base import BlockIo, RealmInfo, Recovered, RecoveredExtent, Result
 from kvtierd.tiers.budget_file import SavedBudget, load_budget, save_budget
+from kvtierd.tiers.direct_path import DirectPath
+from kvtierd.tiers.direct_probe import ProbeResult, probe
 from kvtierd.tiers.folder import Folder, is_exhausted
 from kvtierd.tiers.io_engine import IoEngine, choose_engine
 from kvtierd.tiers.nvme_fit import journal_limits
@@ -181,6 +184,15 @@ class NvmeStore:
         assert slot_count >= 1, "an extent has slots"
         self._table.add(extent_id, slot_bytes, slot_count)
         self._max_extent_id = max(self._max_extent_id, extent_id)
+
+    def probe_direct(self, direct: DirectPath, device: Device) -> list[ProbeResult]:
+        """Try out whether blocks can go directly between a GPU and each folder. Blocking. Raises DirectError when they cannot."""
+        return probe(direct, self._engine, self._folders, device)
+
+    def use_direct(self, direct: DirectPath) -> None:
+        """Move blocks in GPU memory that way from now on, where it is open."""
+        self._table.on_closing = direct.close_file
+        self._mover.direct = direct
 
     def has_extent(self, extent_id: int) -> bool:
         """True for an extent that was recovered or added and not dropped."""

@@ -133,7 +133,12 @@ def page_names(page: memoryview, prefix: bytes) -> bool:
 
 def page_matches(page: memoryview, prefix: bytes, payload: Buffer) -> bool:
     """The same, and that it belongs to this payload."""
-    return page_names(page, prefix) and bool(page[len(prefix) : _CHECKSUM_END] == xxhash.xxh3_128_digest(payload))
+    return page_has(page, prefix, xxhash.xxh3_128_digest(payload))
+
+
+def page_has(page: memoryview, prefix: bytes, checksum: bytes) -> bool:
+    """The same, of a payload with this xxh3_128."""
+    return page_names(page, prefix) and bool(page[len(prefix) : _CHECKSUM_END] == checksum)
 
 
 def seal_in(page: memoryview, prefix: bytes, size_bytes: int) -> bytes:

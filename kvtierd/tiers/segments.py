@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -76,6 +76,8 @@ class SegmentTable:
         self._doomed: deque[Segment] = deque()
         """Files to delete; bounded by the number of segments that fit the capacity."""
         self._deleter = ThreadPoolExecutor(1, "nvme-delete")
+        self.on_closing: Callable[[str], None] = lambda _path: None
+        """Told of a file that is closed, from any thread."""
 
     def adopt(self, folder: Folder, extent_id: int, slot_bytes: int, slot_count: int) -> None:
         """Take over a file found at the start."""
@@ -122,7 +124,7 @@ class SegmentTable:
                     continue
                 try:
                     if handle >= 0:
-                        self._engine.close(handle)
+                        self._close(segment, handle)
                     os.unlink(segment.path)
                 except FileNotFoundError:
                     pass
@@ -187,12 +189,16 @@ class SegmentTable:
         with self._lock:
             excess = len(self._open) - MAX_OPEN_SEGMENTS
             idle = [s for s in self._open.values() if s.users == 0][: max(excess, 0)] if excess > 0 else []
-            handles = [s.handle for s in idle]
+            handles = [(s, s.handle) for s in idle]
             for segment in idle:
                 segment.handle = -1
                 del self._open[segment.extent_id]
-        for handle in handles:
-            self._engine.close(handle)
+        for segment, handle in handles:
+            self._close(segment, handle)
+
+    def _close(self, segment: Segment, handle: int) -> None:
+        self.on_closing(segment.path)
+        self._engine.close(handle)
 
     def _create(self, segment: Segment) -> None:
         """Make the file in the folder with the most room. Raises OSError."""
@@ -257,9 +263,9 @@ class SegmentTable:
         self._deleter.shutdown(wait=True)
         self.delete_dropped()
         with self._lock:
-            handles = [s.handle for s in self._open.values()]
+            handles = [(s, s.handle) for s in self._open.values()]
             for segment in self._open.values():
                 segment.handle = -1
             self._open.clear()
-        for handle in handles:
-            self._engine.close(handle)
+        for segment, handle in handles:
+            self._close(segment, handle)

@@ -6,6 +6,7 @@ Method: a store whose calls wait until the test lets them go, so that the order 
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import pytest
 
@@ -13,9 +14,10 @@ from kvtierd.core.block import Block, Copy
 from kvtierd.core.commands import Move, Priority, StartMoves
 from kvtierd.core.order import Order
 from kvtierd.core.realm import Realm, Tenant
+from kvtierd.cuda import Device
 from kvtierd.errors import StartupError
 from kvtierd.model import Namespace, Result, Tier
-from kvtierd.tiers.base import BlockIo
+from kvtierd.tiers.base import BlockIo, DeviceRange
 from kvtierd.transfer.executor import BATCH_BYTES, Executor, MoveReport
 
 SIZE = 1 << 20
@@ -27,6 +29,7 @@ class GatedStore:
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, list[bytes]]] = []
+        self.blocks: list[BlockIo] = []
         self.gate = threading.Event()
         self.end = threading.Event()
         """Calls for a block named "held" wait for this one as well."""
@@ -34,6 +37,7 @@ class GatedStore:
 
     def _call(self, kind: str, blocks: Sequence[BlockIo]) -> list[Result]:
         self.calls.append((kind, [b.key for b in blocks]))
+        self.blocks += blocks
         assert self.gate.wait(30)
         if blocks[0].key.startswith(b"held"):
             assert self.end.wait(30)
@@ -58,9 +62,18 @@ class PlainMemory:
         return memoryview(bytearray(SIZE + 4096))
 
 
-def command(priority: Priority, *names: str, size: int = SIZE) -> StartMoves:
+class Gpu:
+    """Where slots would be on a GPU that nobody touches."""
+
+    device = cast("Device", "the GPU")
+
+    def address(self, slot: int) -> tuple[Device, int]:
+        return self.device, slot << 21
+
+
+def command(priority: Priority, *names: str, size: int = SIZE, upper: Tier = Tier.CPU) -> StartMoves:
     down = priority is Priority.DEMOTE
-    src, dst = (Tier.CPU, Tier.NVME) if down else (Tier.NVME, Tier.CPU)
+    src, dst = (upper, Tier.NVME) if down else (Tier.NVME, upper)
     moves = []
     for name in names:
         block = Block(name.encode().ljust(32), REALM, 0.0)
@@ -135,6 +148,61 @@ async def test_a_store_that_raises_leaves_blocks_where_they_are(caplog: pytest.L
     assert [result for r in reports for _, result in r.results] == [Result.IO_ERROR]
     assert "a bug" in caplog.text
     await executor.close()
+
+
+async def test_the_way_down_and_up_between_gpu_and_nvme() -> None:
+    """Each names the store's slot and the GPU's memory."""
+    store, reports = GatedStore(), list[MoveReport]()
+    store.gate.set()
+    executor = Executor(PlainMemory(), {Tier.NVME: store}, 2, reports.append, float, Gpu())
+    for priority in (Priority.DEMOTE, Priority.LOAD, Priority.PREFETCH):
+        executor.submit(command(priority, "x", upper=Tier.HBM))
+        await executor.idle()
+    await executor.close()
+    assert [kind for kind, _ in store.calls] == ["write", "read", "read"]
+    assert [[result for _, result in r.results] for r in reports] == [[Result.OK]] * 3
+    for b, (stored, device) in zip(store.blocks, [(2, 1), (1, 2), (1, 2)], strict=True):
+        assert b.slots == (stored,) and not b.buffers
+        assert list(b.ranges) == [DeviceRange(Gpu.device, device << 21, SIZE)]
+
+
+async def test_what_hangs_on_the_direct_way_holds_up_nothing_else() -> None:
+    store, reports = GatedStore(), list[MoveReport]()
+    store.gate.set()
+    executor = Executor(PlainMemory(), {Tier.NVME: store}, 2, reports.append, float, Gpu())
+    assert await executor.in_direct_thread(threading.current_thread) is not threading.current_thread()
+    executor.use_direct(True)
+    for n in range(4):
+        executor.submit(command(Priority.LOAD, f"held {n}", size=BATCH_BYTES, upper=Tier.HBM))
+    await until(lambda: len(store.calls) == 2)
+    assert executor.queued == 2, "all its threads hang"
+    executor.submit(command(Priority.LOAD, "cpu"))
+    await until(lambda: len(reports) == 1)
+    executor.use_direct(False)
+    assert executor.queued == 0, "what waited goes by the threads of the others"
+    await until(lambda: len(store.calls) == 5)
+    store.end.set()
+    await executor.idle()
+    assert len(reports) == 5
+    executor.submit(command(Priority.DEMOTE, "later", upper=Tier.HBM))
+    await executor.idle()
+    await executor.close()
+
+
+async def test_a_hang_on_the_direct_way_does_not_hold_up_the_end() -> None:
+    store, reports = GatedStore(), list[MoveReport]()
+    store.gate.set()
+    executor = Executor(PlainMemory(), {Tier.NVME: store}, 2, reports.append, float, Gpu())
+    await executor.in_direct_thread(lambda: None)
+    executor.use_direct(True)
+    for n in range(3):
+        executor.submit(command(Priority.DEMOTE, f"held {n}", size=BATCH_BYTES, upper=Tier.HBM))
+    await until(lambda: len(store.calls) == 1)
+    await executor.close(0.01)
+    assert reports == [], "it has not ended"
+    assert executor.running == 1
+    store.end.set()
+    await until(lambda: len(reports) == 1)
 
 
 async def test_moves_that_come_after_the_end_are_dropped_quietly(caplog: pytest.LogCaptureFixture) -> None:
