@@ -69,7 +69,7 @@ class CommandRunner:
             stores[Tier.HBM] = hbm
         if nvme is not None:
             stores[Tier.NVME] = nvme
-        self.executor = Executor(cpu, stores, depth, self._moved, clock.on_wall)
+        self.executor = Executor(cpu, stores, depth, self._moved, clock.on_wall, hbm)
         self.revoker: Revoker | None = None
         self.on_moves: Callable[[MoveReport], None] = lambda _report: None
         self.on_changes: Callable[[list[Change]], None] = lambda _changes: None
@@ -82,12 +82,12 @@ class CommandRunner:
         self._closing = False
         self._tell_forgotten(telling=decisions.wanted())
 
-    async def close(self) -> None:
-        """Take no more moves, and wait for those in flight and for what goes on in the background."""
+    async def close(self, direct_timeout_s: float) -> None:
+        """Take no more moves, and wait for those in flight (direct ones so long at most) and for what goes on in the background."""
         self._closing = True
         if self._timer is not None:
             self._timer.cancel()
-        await self.executor.close()
+        await self.executor.close(direct_timeout_s)
         await self._background.wait()
 
     def apply(self) -> None:

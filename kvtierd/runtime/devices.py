@@ -66,6 +66,8 @@ class Devices:
         self._changed = changed
         self._claims: dict[int, dict[int, Claim]] = {}
         """By session and connection."""
+        self.on_opened: Callable[[int], None] = lambda _place: None
+        """Told of a GPU that is in use."""
         self.send_probe: Callable[[int, bytes, int], None] = lambda _conn_id, _handle, _size: None
         """Passes what is exported, and how many bytes of it are to be read, to the process of a connection."""
 
@@ -85,6 +87,7 @@ class Devices:
         except CudaError as e:
             self._refused(attached, f"the daemon cannot use the GPU: {e}")
             return
+        self.on_opened(place)
         claim = self._claims.get(attached.session_id, {}).get(conn_id)
         if claim is not None:
             claim.secret = secret

@@ -25,6 +25,7 @@ from kvtierd.runtime import decisions
 from kvtierd.runtime.background import Background
 from kvtierd.runtime.commands import CommandRunner
 from kvtierd.runtime.devices import Devices
+from kvtierd.runtime.direct import Direct
 from kvtierd.runtime.kept import extents_in_use, keep, take_over
 from kvtierd.runtime.restart import BudgetKeeper, recover, snapshot_chunks
 from kvtierd.runtime.reuse import ReuseSampler
@@ -70,6 +71,7 @@ class Runtime:
         self.nvme: NvmeStore | None = None
         self.hbm: HbmPool | None = None
         self.devices: Devices | None = None
+        self.direct: Direct | None = None
         self._budget: BudgetKeeper | None = None
         self.on_checkpoint: Callable[[bool], None] = lambda _ok: None
         self.tenants = TenantBook({}, (0, 0, 0))
@@ -114,14 +116,26 @@ class Runtime:
         )
         if self.hbm is not None:
             self.devices = Devices(self.hbm, self.sessions, self.core, self._background, self.now, self.apply)
+            await self._open_direct(self.hbm, self.devices)
         if self.keeper is not None:
             await take_over(self.core, self.cpu, self.keeper, self.wall, self.realm)
         self.cpu.start()
         self.apply()
 
+    async def _open_direct(self, hbm: HbmPool, devices: Devices) -> None:
+        if self.nvme is None:
+            return
+        self.direct = direct = Direct(self.config.nvme, hbm, self.nvme, self.core, self.runner.executor, self.now, self.apply)
+
+        def opened(place: int) -> None:
+            self._background.start(direct.opened(place))
+
+        devices.on_opened = opened
+        await direct.insist()
+
     async def stop(self) -> None:
         """Stop moving, write a snapshot, close everything."""
-        await self.runner.close()
+        await self.runner.close(self.config.nvme.gds_timeout)
         if self.nvme is not None:
             try:
                 await self.checkpoint()
@@ -170,6 +184,12 @@ class Runtime:
         finally:
             self.on_checkpoint(ok)
         return count
+
+    def io_paths(self) -> dict[Tier, list[str]]:
+        """What moves the bytes of each tier now."""
+        nvme = [self.nvme.path] if self.nvme else []
+        direct = [self.direct.name] if self.direct and self.direct.name else []
+        return {Tier.HBM: [self.hbm.path] if self.hbm else [], Tier.CPU: [self.cpu.path], Tier.NVME: nvme + direct}
 
     def apply(self) -> None:
         """Run the core's commands. Called after every event."""

@@ -64,7 +64,7 @@ class AdminServicer(admin_pb2_grpc.KvTierAdminServiceServicer):
         rt = self._rt
         now = rt.now()
         shot = rt.core.snapshot(now)
-        paths = {Tier.HBM: rt.hbm.path if rt.hbm else "", Tier.CPU: rt.cpu.path, Tier.NVME: rt.nvme.path if rt.nvme else ""}
+        paths = {tier: " + ".join(names) for tier, names in rt.io_paths().items()}
         return pb.GetStatusResponse(
             boot_epoch=rt.boot_epoch,
             version=__version__,

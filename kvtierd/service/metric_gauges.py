@@ -43,7 +43,7 @@ class Flags:
     ready: bool = False
     draining: bool = False
     prefaulted_bytes: int = 0
-    io_path: dict[str, str] = field(default_factory=dict)
+    io_paths: dict[str, list[str]] = field(default_factory=dict)
     """By tier name: what moves its bytes now."""
     nvme_engine: str = ""
     """Name of the engine of the NVMe tier; empty for none."""
@@ -153,13 +153,17 @@ def _queue_family(depth: Mapping[str, int]) -> Metric:
 def _flag_families(flags: Flags) -> list[Metric]:
     paths = []
     for tier, known in _IO_PATHS.items():
-        name, active = tier.name.lower(), flags.io_path.get(tier.name.lower(), "")
-        # A path outside the usual ones of the tier still shows, as the one that is active.
-        shown = known if active in known or not active else (*known, active)
-        paths += [((name, path), float(path == active)) for path in shown]
+        name, active = tier.name.lower(), flags.io_paths.get(tier.name.lower(), [])
+        # A path outside the usual ones of the tier still shows, as one that is active.
+        paths += [((name, path), float(path in active)) for path in dict.fromkeys([*known, *active])]
     build = (flags.version, flags.protocol, flags.python)
     return [
-        _gauge("kvtierd_io_path_active", "1 for what moves the bytes of the tier now.", paths, ("tier", "path")),
+        _gauge(
+            "kvtierd_io_path_active",
+            "1 for what moves the bytes of the tier now: for NVMe also to and from the GPU.",
+            paths,
+            ("tier", "path"),
+        ),
         _gauge(
             "kvtierd_nvme_engine",
             "1 for the engine that moves bytes to and from NVMe.",

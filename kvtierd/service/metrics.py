@@ -298,9 +298,9 @@ class Metrics(Collector):
 
     # ---- states
 
-    def io_path(self, tier: Tier, path: str) -> None:
-        """Say what moves the bytes of a tier now: one of ``IO_PATHS``; "" for nothing."""
-        self.flags.io_path[TIERS[tier]] = path if path in IO_PATHS or not path else OTHER
+    def io_paths(self, tier: Tier, paths: Iterable[str]) -> None:
+        """Say what moves the bytes of a tier now: some of ``IO_PATHS``."""
+        self.flags.io_paths[TIERS[tier]] = [path if path in IO_PATHS else OTHER for path in paths]
 
     def nvme_engine(self, name: str, *, encrypted: bool = False) -> None:
         """Say which engine moves bytes to and from NVMe, "" for none, and whether they are encrypted."""

@@ -79,11 +79,19 @@ class Daemon:
             return False, "starting"
         return (False, "draining") if self.stopping.is_set() else (True, "ready")
 
+    @property
+    def hangs(self) -> bool:
+        """Whether a thread will not end."""
+        runtime: Runtime | None = getattr(self, "runtime", None)
+        return runtime is not None and runtime.direct is not None and runtime.direct.is_busy
+
     def snapshot(self) -> StatsSnapshot:
         """All figures at this moment; also brings the metrics' states up to date."""
         runtime = self.runtime
         self.metrics.draining(runtime.core.state.draining)
         self.metrics.prefaulted(runtime.cpu.prefaulted_bytes)
+        for tier, paths in runtime.io_paths().items():
+            self.metrics.io_paths(tier, paths)
         if runtime.nvme is not None:
             io = runtime.nvme.counters
             self.metrics.nvme_totals(io.written_bytes, io.read_bytes, io.write_calls, io.read_calls)
@@ -126,15 +134,14 @@ class Daemon:
                 self.runtime.devices.send_probe = descriptors.probe_device
             self.runtime.on_barred = descriptors.turn_away
             servicer = await self._start_grpc(stack)
-            self.metrics.io_path(Tier.HBM, self.runtime.hbm.path if self.runtime.hbm else "")
-            self.metrics.io_path(Tier.CPU, self.runtime.cpu.path)
-            self.metrics.io_path(Tier.NVME, self.runtime.nvme.path if self.runtime.nvme else "")
             if self.runtime.nvme is not None:
                 self.metrics.nvme_engine(self.runtime.nvme.engine_name, encrypted=self.runtime.nvme.encrypted)
             _calm_gc()
             self._supervise("journal", self.runtime.flush_forever())
             self._supervise("loop lag", watch_loop_lag(self.metrics))
             self._supervise("admission", self._admission.watch())
+            if self.runtime.direct is not None:
+                self._supervise("direct moves", self.runtime.direct.watch())
             if self.runtime.tokens is not None:
                 self._supervise("tokens", self.runtime.tokens.watch(self.runtime.review_sessions))
             self._up = True
@@ -251,13 +258,13 @@ class Daemon:
         edge = f"moving blocks from {report.src_tier.name.lower()} to {report.dst_tier.name.lower()}"
         detail = f"{len(report.results)} blocks, {report.waited_s:.2f} s of it in the queue"
         self._slow.check(edge, report.took_s + report.waited_s, detail)
-        fills = report.dst_tier is Tier.CPU
-        device = report.src_tier if fills else report.dst_tier
+        reads = report.dst_tier is Tier.CPU or report.src_tier is Tier.NVME
+        device = report.src_tier if reads else report.dst_tier
         for _, result in report.results:
             if result.value == "corrupt":
                 metrics.checksum_failure()
             elif result.value != "ok":
-                metrics.io_error(device, "read" if fills else "write")
+                metrics.io_error(device, "read" if reads else "write")
 
 
 _SERVICES: Final = ((kvtier_pb2, "KvTierService"), (admin_pb2, "KvTierAdminService"))
@@ -310,10 +317,21 @@ def run(config: Config) -> int:
     """
     set_up_logging(config.log)
     os.umask(0o077)  # what it writes to disk tells of all tenants; sockets are given their permissions one by one
+    daemon = Daemon(config)
     try:
-        return uvloop.run(Daemon(config).serve())
+        status = uvloop.run(daemon.serve())
     except KeyboardInterrupt:
-        return 130
+        status = 130
+    except StartupError as e:
+        if not daemon.hangs:
+            raise
+        log.critical("%s", e)
+        status = 1
+    if daemon.hangs:  # its thread, and those of kvikio, would be waited for
+        log.warning("a transfer between GPU memory and NVMe still hangs; the daemon ends without it")
+        logging.shutdown()
+        os._exit(status)
+    return status
 
 
 __all__ = ["Daemon", "run"]

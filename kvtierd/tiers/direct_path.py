@@ -67,6 +67,12 @@ class DirectPath:
             why,
         )
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether something has begun and not ended."""
+        with self._lock:
+            return bool(self._began_s)
+
     def hangs(self) -> bool:
         """Whether a transfer takes too long; closes the path then."""
         with self._lock:
