@@ -10,6 +10,7 @@ import click
 from rich.text import Text
 
 from kvtierd.cli.checks_access import check_limits, check_listen, check_tokens
+from kvtierd.cli.checks_direct import check_direct
 from kvtierd.cli.checks_gpu import Cuda, check_cuda, check_gds, check_packages, find_cuda
 from kvtierd.cli.checks_memory import (
     check_cgroup,
@@ -56,6 +57,7 @@ def examine(config: Config, host: Host, cuda: Cuda) -> Iterator[Finding]:
         ("CUDA", lambda: [check_cuda(config, cuda)]),
         ("limits of tenants", lambda: check_limits(config, len(cuda.devices))),
         ("GPUDirect Storage", lambda: [check_gds(host, config, cuda)]),
+        ("GPU memory to NVMe", lambda: check_direct(config)),
         ("Python packages", lambda: [check_packages()]),
     ]
     for name, check in (*memory, *storage, *devices):
@@ -91,7 +93,8 @@ def _row(finding: Finding) -> tuple[Text, str, Text]:
 def doctor(ctx: click.Context, as_json: bool) -> None:
     """Check whether this host is ready for the configuration; fails when there are errors.
 
-    Writes up to 64 MiB to each NVMe folder for a few seconds and removes it again.
+    Writes up to 64 MiB to each NVMe folder for a few seconds and removes it again. Where there is an HBM tier, it takes some
+    hundred MiB of each GPU meanwhile.
     """
     config = ctx.ensure_object(Settings).load()
     findings = list(examine(config, Host(), find_cuda()))

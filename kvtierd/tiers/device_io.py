@@ -120,6 +120,12 @@ def _moved(start: Any, parts: Sequence[Part]) -> list[int]:
     return moved
 
 
+def kvikio_settings() -> dict[str, object]:
+    """Settings of kvikio that are in force. Raises ImportError and what kvikio raises."""
+    defaults = importlib.import_module("kvikio.defaults")
+    return {name: defaults.get(name) for name in KVIKIO_SETTINGS}
+
+
 def gds_problem() -> str:
     """Why cuFile would not use GPUDirect Storage here, or not surely, and what to do; empty when it does. Raises ImportError."""
     kvikio, driver = importlib.import_module("kvikio.defaults"), importlib.import_module("kvikio.cufile_driver")

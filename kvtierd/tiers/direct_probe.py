@@ -17,7 +17,6 @@ import xxhash
 from kvtierd.cuda import Device
 from kvtierd.tiers.base import DeviceRange
 from kvtierd.tiers.direct_path import DirectError, DirectPath
-from kvtierd.tiers.folder import Folder
 from kvtierd.tiers.io_engine import IoEngine, read_all, write_all
 
 PART_BYTES: Final = 4 << 20
@@ -44,8 +43,14 @@ class ProbeResult:
         return self.direct_bytes_per_s * SLOWER < self.by_cpu_bytes_per_s
 
 
-def probe(direct: DirectPath, engine: IoEngine, folders: Sequence[Folder], device: Device) -> list[ProbeResult]:
-    """Write, read and compare some MiB of a GPU's memory in each folder, both ways. Blocking; for as long as a transfer hangs.
+def probe(direct: DirectPath, engine: IoEngine, files: Sequence[tuple[str, bool]], device: Device) -> list[ProbeResult]:
+    """Write, read and compare some MiB of a GPU's memory, both ways. Blocking; for as long as a transfer hangs.
+
+    Args:
+        direct: the way.
+        engine: moves bytes of host memory.
+        files: paths of files to make for it, and whether by O_DIRECT.
+        device: the GPU.
 
     Raises:
         DirectError: the direct way does not work.
@@ -56,20 +61,19 @@ def probe(direct: DirectPath, engine: IoEngine, folders: Sequence[Folder], devic
     except OSError as e:
         raise DirectError(f"no GPU memory for a trial: {e}") from e
     try:
-        for folder in folders:
+        for path, o_direct in files:
             try:
-                results.append(_probe_folder(direct, engine, folder, device, address))
+                results.append(_probe_file(direct, engine, path, device, address, o_direct=o_direct))
             except (DirectError, OSError) as e:
-                raise DirectError(f"{folder.path}: {e}") from e
+                raise DirectError(f"{os.path.dirname(path)}: {e}") from e
     finally:
         device.free(address)
     return results
 
 
-def _probe_folder(direct: DirectPath, engine: IoEngine, folder: Folder, device: Device, address: int) -> ProbeResult:
-    path = folder.file("probe.tmp")
+def _probe_file(direct: DirectPath, engine: IoEngine, path: str, device: Device, address: int, *, o_direct: bool) -> ProbeResult:
     with _made(path):
-        handle = engine.open(path, direct=folder.direct)
+        handle = engine.open(path, direct=o_direct)
         try:
             trial = _Trial(direct, engine, path, handle, device, address)
             for _ in range(ROUNDS):
@@ -77,7 +81,7 @@ def _probe_folder(direct: DirectPath, engine: IoEngine, folder: Folder, device: 
         finally:
             direct.close_file(path)
             engine.close(handle)
-    return ProbeResult(folder.path, 2 * SIZE_BYTES / min(trial.direct_s), 2 * SIZE_BYTES / min(trial.by_cpu_s))
+    return ProbeResult(os.path.dirname(path), 2 * SIZE_BYTES / min(trial.direct_s), 2 * SIZE_BYTES / min(trial.by_cpu_s))
 
 
 class _Trial:

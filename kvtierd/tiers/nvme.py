@@ -187,7 +187,7 @@ class NvmeStore:
 
     def probe_direct(self, direct: DirectPath, device: Device) -> list[ProbeResult]:
         """Try out whether blocks can go directly between a GPU and each folder. Blocking. Raises DirectError when they cannot."""
-        return probe(direct, self._engine, self._folders, device)
+        return probe(direct, self._engine, [(f.file("probe.tmp"), f.direct) for f in self._folders], device)
 
     def use_direct(self, direct: DirectPath) -> None:
         """Move blocks in GPU memory that way from now on, where it is open."""

@@ -1,6 +1,6 @@
 /* Stands in for the CUDA driver (libcuda.so.1) where there is no GPU: its memory is shared memory of the host.
  *
- * It offers what kvtierd/cuda.py calls, with the driver's own prototypes. An "address on the GPU" is one of this process, so tests
+ * It offers what kvtierd calls, with the driver's own prototypes. An "address on the GPU" is one of this process, so tests
  * can look at the bytes.
  *
  * FAKE_CUDA_DEVICES  UUIDs of the GPUs that the process sees: 32 hexadecimal digits each, with commas between them
@@ -135,6 +135,12 @@ CUresult cuDeviceGet(CUdevice *device, int ordinal) {
 CUresult cuDeviceGetUuid_v2(CUuuid *uuid, CUdevice device) {
     FAULTS;
     memcpy(uuid->bytes, uuids[device], 16);
+    return SUCCESS;
+}
+
+CUresult cuDeviceGetName(char *name, int size, CUdevice device) {
+    FAULTS;
+    snprintf(name, size, "stand-in %d", device);
     return SUCCESS;
 }
 

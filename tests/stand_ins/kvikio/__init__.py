@@ -58,7 +58,11 @@ class CuFile:
             time.sleep(1.0)
         if fault == "fail":
             raise RuntimeError("cuFile error")
-        memory = (ctypes.c_char * size).from_address(face["data"][0])
+        memory = memoryview((ctypes.c_char * size).from_address(face["data"][0])).cast("B")
+        if fault == "corrupt" and what == "pwrite":
+            memory = memoryview(bytearray(memory))
+            memory[100] ^= 1
+        moved = call(self._fd, [memory[: size - 4096 * (fault == "short")]], offset)
         if fault == "corrupt":
-            offset += 4096
-        return call(self._fd, [memoryview(memory)[: size - 4096 * (fault == "short")]], offset)
+            memory[100] ^= 1
+        return moved
