@@ -8,6 +8,7 @@ follow one after the other. The kernels are plain C, so that tests run them on a
 from __future__ import annotations
 
 import importlib
+import os
 import threading
 from collections.abc import Sequence
 from typing import Any, Final
@@ -129,6 +130,7 @@ class GpuDigests:
     """Digests on GPUs, by cupy. Thread-safe. Raises ImportError where there is no cupy."""
 
     def __init__(self) -> None:
+        os.environ.setdefault("CUPY_CACHE_IN_MEMORY", "1")  # the daemon need not have a home that can be written
         self._cupy: Any = importlib.import_module("cupy")
         self._lock = threading.Lock()
         self._kernels: dict[int, tuple[Any, Any]] = {}
