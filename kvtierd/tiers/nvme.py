@@ -186,8 +186,8 @@ class NvmeStore:
         self._max_extent_id = max(self._max_extent_id, extent_id)
 
     def probe_direct(self, direct: DirectPath, device: Device) -> list[ProbeResult]:
-        """Try out whether blocks can go directly between a GPU and each folder. Blocking. Raises DirectError when they cannot."""
-        return probe(direct, self._engine, [(f.file("probe.tmp"), f.direct) for f in self._folders], device)
+        """Try out whether blocks can go directly between a GPU and each folder that is well. Blocking. Raises DirectError."""
+        return probe(direct, self._engine, [(f.file("probe.tmp"), f.direct) for f in self._folders if not f.failing], device)
 
     def use_direct(self, direct: DirectPath) -> None:
         """Move blocks in GPU memory that way from now on, where it is open."""
