@@ -261,8 +261,10 @@ class Daemon:
         reads = report.dst_tier is Tier.CPU or report.src_tier is Tier.NVME
         device = report.src_tier if reads else report.dst_tier
         for _, result in report.results:
-            if result.value == "corrupt":
+            if result.value == "corrupt" and reads:
                 metrics.checksum_failure()
+            elif result.value == "corrupt":
+                metrics.io_error(report.src_tier, "read")
             elif result.value != "ok":
                 metrics.io_error(device, "read" if reads else "write")
 

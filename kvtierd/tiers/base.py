@@ -85,10 +85,12 @@ class BlockStore(Protocol):
     """A store of blocks beside CPU memory. ``write`` and ``read`` block and are called from worker threads."""
 
     def write(self, blocks: Sequence[BlockIo]) -> list[Result]:
-        """Write blocks and make their existence durable against a crash of the process. One result a block."""
+        """Write blocks and make their existence durable against a crash of the process. One result a block: CORRUPT for one whose
+        GPU memory cannot be read."""
 
     def read(self, blocks: Sequence[BlockIo]) -> list[Result]:
-        """Fill the blocks' buffers and verify them. A result other than OK means that the buffers hold nothing usable."""
+        """Fill the blocks' buffers and verify them. A result other than OK means that the buffers hold nothing usable, NO_SPACE
+        that the store's copy is well, as where GPU memory takes nothing."""
 
     def forget(self, blocks: Sequence[BlockIo]) -> None:
         """Record that blocks are gone (buffers unused). Cheap and non-blocking; ordered before any later write's record."""

@@ -237,8 +237,8 @@ class SlotMover:
                 (device.copy_to_host if down else device.copy_from_host)(some)
         except CudaError as e:
             log.error("%d blocks cannot be moved between a GPU and nvme: %s", len(run), e)
-            for piece in run:
-                results[piece.block] = Result.IO_ERROR
+            for piece in run:  # the disk is well, in either direction
+                results[piece.block] = Result.CORRUPT if down else Result.NO_SPACE
             return False
         return True
 

@@ -38,12 +38,16 @@ SLOTS = 8
 
 
 @pytest.fixture
-def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    made = FakeGpus(tmp_path / "gpu", size_bytes=GPU_BYTES)
-    for name, value in made.environment().items():
+def gpus(tmp_path: Path) -> FakeGpus:
+    return FakeGpus(tmp_path / "gpu", size_bytes=GPU_BYTES)
+
+
+@pytest.fixture
+def device(gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    for name, value in gpus.environment().items():
         if name != "LD_LIBRARY_PATH":
             monkeypatch.setenv(name, value)
-    monkeypatch.setattr(cuda, "_LIBRARY", str(made.library))
+    monkeypatch.setattr(cuda, "_LIBRARY", str(gpus.library))
     cuda._driver.cache_clear()
     yield Device(0)
     cuda._driver.cache_clear()
@@ -227,6 +231,20 @@ def test_a_failing_disk_does_not_close_the_way(tier: Tier, monkeypatch: pytest.M
     assert tier.write(REALM, 0) == [Result.IO_ERROR], "its header cannot be written"
     monkeypatch.undo()
     assert tier.write(REALM, 0) == [Result.OK]
+
+
+def test_a_gpu_that_fails_is_told_from_the_disk(tier: Tier, gpus: FakeGpus) -> None:
+    """Its memory cannot be read: the source is at fault. It takes nothing: the block on disk is well, and can be read later."""
+    tier.extents(REALM)
+    assert tier.write(REALM, 0) == [Result.OK]
+    gpus.fail("cuMemcpyDtoHAsync_v2")
+    assert tier.write(REALM, 1) == [Result.CORRUPT]
+    gpus.heal("cuMemcpyDtoHAsync_v2")
+    gpus.fail("cuMemcpyHtoDAsync_v2")
+    assert tier.store.read([tier.block(REALM, 0, 0, filled=False)]) == [Result.NO_SPACE]
+    gpus.heal("cuMemcpyHtoDAsync_v2")
+    assert not tier.direct.closed_by
+    tier.assert_read(REALM, 0)
 
 
 def test_nothing_is_left_in_the_padding(tier: Tier) -> None:
