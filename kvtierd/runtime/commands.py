@@ -82,13 +82,17 @@ class CommandRunner:
         self._closing = False
         self._tell_forgotten(telling=decisions.wanted())
 
-    async def close(self, direct_timeout_s: float) -> None:
-        """Take no more moves, and wait for those in flight (direct ones so long at most) and for what goes on in the background."""
+    async def close(self, direct_timeout_s: float) -> bool:
+        """Take no more moves, and wait for those in flight, direct ones so long at most, and for what goes on in the background.
+
+        Returns whether all moves have ended.
+        """
         self._closing = True
         if self._timer is not None:
             self._timer.cancel()
-        await self.executor.close(direct_timeout_s)
+        ended = await self.executor.close(direct_timeout_s)
         await self._background.wait()
+        return ended
 
     def apply(self) -> None:
         """Run the core's commands and set the timer. Called after every event. One that fails takes no other along."""

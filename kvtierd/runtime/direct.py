@@ -118,6 +118,7 @@ class Direct:
 
     async def _trial(self, path: DirectPath, device: Device) -> list[ProbeResult]:
         trial = self._executor.in_direct_thread(functools.partial(self._nvme.probe_direct, path, device))
+        trial.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody may wait for it by then
         while not trial.done():
             if path.hangs():
                 raise DirectError(path.closed_by)

@@ -72,6 +72,7 @@ class Runtime:
         self.hbm: HbmPool | None = None
         self.devices: Devices | None = None
         self.direct: Direct | None = None
+        self._moves_hang = False
         self._budget: BudgetKeeper | None = None
         self.on_checkpoint: Callable[[bool], None] = lambda _ok: None
         self.tenants = TenantBook({}, (0, 0, 0))
@@ -135,7 +136,7 @@ class Runtime:
 
     async def stop(self) -> None:
         """Stop moving, write a snapshot, close everything."""
-        await self.runner.close(self.config.nvme.gds_timeout)
+        self._moves_hang = not await self.runner.close(self.config.nvme.gds_timeout)
         if self.nvme is not None:
             try:
                 await self.checkpoint()
@@ -143,7 +144,8 @@ class Runtime:
                 log.error("no snapshot at the end: %s; the next start reads the journals instead", e)
             if self._budget is not None:
                 await self._budget.keep(now=True)
-            await asyncio.to_thread(self.nvme.close)
+            if not self._moves_hang:  # else its files are in use to the last
+                await asyncio.to_thread(self.nvme.close)
         if self.keeper is not None:
             await asyncio.to_thread(keep, self.core, self.cpu, self.keeper, self.wall, self._cut_off)
             self.keeper.close()
@@ -184,6 +186,11 @@ class Runtime:
         finally:
             self.on_checkpoint(ok)
         return count
+
+    @property
+    def hangs(self) -> bool:
+        """Whether there are threads that may never end."""
+        return self._moves_hang or (self.direct is not None and self.direct.is_busy)
 
     def io_paths(self) -> dict[Tier, list[str]]:
         """What moves the bytes of each tier now."""

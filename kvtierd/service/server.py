@@ -83,7 +83,7 @@ class Daemon:
     def hangs(self) -> bool:
         """Whether a thread will not end."""
         runtime: Runtime | None = getattr(self, "runtime", None)
-        return runtime is not None and runtime.direct is not None and runtime.direct.is_busy
+        return runtime is not None and runtime.hangs
 
     def snapshot(self) -> StatsSnapshot:
         """All figures at this moment; also brings the metrics' states up to date."""

@@ -253,8 +253,12 @@ class Executor:
         for lane in self._lanes():
             await lane.idle.wait()
 
-    async def close(self, direct_timeout_s: float = 0.0) -> None:
-        """Take nothing more, drop what is queued and wait for what is running; for what goes directly so long at most."""
+    async def close(self, direct_timeout_s: float = 0.0) -> bool:
+        """Take nothing more, drop what is queued and wait for what is running; for what goes directly so long at most.
+
+        Returns:
+            Whether all has ended. If not, what the moves use has to stay as it is for as long as the process lives.
+        """
         self._closed = True
         for lane in self._lanes():
             lane.queue.clear()
@@ -264,6 +268,7 @@ class Executor:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._direct.idle.wait(), direct_timeout_s)
             self._direct.threads.shutdown(wait=False)
+        return self._direct is None or not self._direct.running
 
 
 def _is_direct(command: StartMoves) -> bool:

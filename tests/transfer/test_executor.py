@@ -198,7 +198,7 @@ async def test_a_hang_on_the_direct_way_does_not_hold_up_the_end() -> None:
     for n in range(3):
         executor.submit(command(Priority.DEMOTE, f"held {n}", size=BATCH_BYTES, upper=Tier.HBM))
     await until(lambda: len(store.calls) == 1)
-    await executor.close(0.01)
+    assert not await executor.close(0.01)
     assert reports == [], "it has not ended"
     assert executor.running == 1
     store.end.set()
