@@ -99,6 +99,8 @@ class Direct:
             self._tried.add(device)
             path = await self._opened_path()
             results = await self._trial(path, device)
+            if path.closed_by:  # on another GPU, meanwhile
+                return
             if self._config.gds == "auto" and (slow := [r for r in results if r.is_slower]):
                 self._give_up("", slow)
                 return

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
 from kvtierd import cuda
+from kvtierd.config import load_config
 from kvtierd.cuda import Device
-from kvtierd.errors import StartupError
+from kvtierd.errors import ConfigError, StartupError
 from kvtierd.model import PAGE_BYTES, round_up, slot_id
 from kvtierd.testing.cuda import FakeGpus
 from kvtierd.testing.cuda.direct import FileIo
@@ -373,3 +375,16 @@ def test_without_kvikio_it_says_what_to_do() -> None:
         pytest.skip("kvikio is here")
     with pytest.raises(StartupError, match=r"install kvtierd\[cuda12\].* nvme.gds = \"off\""):
         open_device_io("on", 4)
+
+
+@pytest.mark.parametrize("nvme, words", [
+    ({"gds": "on"}, "needs both tiers"),
+    ({"gds": "on", "encryption_key_command": "x"}, "cannot be with encryption"),
+    ({"gds_timeout": "0.5s"}, "nvme.gds_timeout is below 1s; raise it"),
+])  # fmt: skip
+def test_what_cannot_be_is_no_configuration(tmp_path: Path, nvme: dict[str, str], words: str) -> None:
+    hbm = {"capacity": "1GiB"} if "both" not in words else {}
+    path = tmp_path / "c.toml"
+    path.write_text(tomli_w.dumps({"hbm": hbm, "nvme": nvme}))
+    with pytest.raises(ConfigError, match=words):
+        load_config(path, env={})
