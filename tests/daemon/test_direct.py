@@ -5,12 +5,15 @@ Method: a real daemon over stand-ins for the CUDA driver, kvikio and cupy, which
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvtierd import cuda
+from kvtierd.client import Client
 from kvtierd.model import Tier
 from kvtierd.testing.cuda import FakeGpus
 from kvtierd.testing.daemon import DaemonProcess
@@ -52,6 +55,11 @@ class Machine:
     def is_direct(self) -> bool:
         return "+" in self.path()
 
+    def drain_and_start_again(self) -> None:
+        assert self.daemon.stop() == 0
+        self.close()
+        self.daemon.start()
+
     def close(self) -> None:
         """Close the engines."""
         while self.engines:
@@ -84,7 +92,30 @@ def test_kvikio_alone_where_one_insists(machine: Machine) -> None:
     machine.make("on")
     assert machine.path().endswith(" + kvikio")
     assert "blocks go directly between GPU-" in machine.daemon.log()
+    engine = machine.engine()
+    assert all(engine.save(*NUMBERS))
+    machine.drain_and_start_again()
+    again = machine.engine()
+    assert again.load(*NUMBERS) == [True] * len(NUMBERS), "they come up to GPU memory"
     assert "Traceback" not in machine.daemon.log()
+
+
+@pytest.mark.gpu
+def test_kvikio_on_a_gpu(make_daemon: MakeDaemon, make_client: MakeClient) -> None:
+    """The real ones, of which the daemon's environment has to know."""
+    pytest.importorskip("kvikio")
+    pytest.importorskip("cupy")
+    daemon = make_daemon(start=False, hbm={"capacity": "1GiB", "devices": ["0"], "ttl": "never"}, nvme={"gds": "on"})
+    for starts in range(2):
+        daemon.start()
+        engine = Engine(daemon, make_client(daemon)).ready()
+        if not starts:
+            assert all(engine.save(*NUMBERS))
+        assert engine.load(*NUMBERS) == [True] * len(NUMBERS)
+        assert any(t.path.endswith((" + kvikio", " + gds")) for t in daemon.status().tiers)
+        assert daemon.stop() == 0
+        engine.close()
+    assert "go by CPU memory" not in daemon.log()
 
 
 def test_by_itself_where_there_is_gpudirect_storage(machine: Machine) -> None:
@@ -146,3 +177,46 @@ def test_a_trial_that_hangs(machine: Machine) -> None:
     machine.fault("pwrite", "hang")
     machine.make("on", start=False, gds_timeout="1s")
     assert "nvme.gds_timeout" in machine.refused()
+
+
+@pytest.mark.parametrize("what, fault", [("pwrite", "fail"), ("pwrite", "short"), ("pread", "fail"), ("pread", "corrupt")])
+def test_what_fails_later_loses_nothing(machine: Machine, what: str, fault: str) -> None:
+    machine.make("on")
+    engine = machine.engine()
+    assert all(engine.save(*NUMBERS))
+    if what == "pwrite":
+        machine.fault(what, fault)
+        assert machine.daemon.stop() == 0
+        machine.fault(what, "")
+        machine.daemon.start()
+    else:
+        machine.drain_and_start_again()
+        machine.fault(what, fault)
+    again = machine.engine()
+    assert len(again.load(*NUMBERS)) == len(NUMBERS)
+    assert machine.daemon.log().count("go by CPU memory from now on") == 1
+    wait_for(lambda: machine.is_direct() is (what == "pwrite"))
+
+
+def test_a_hang_ends_neither_loads_nor_the_daemon(machine: Machine) -> None:
+    """Blocks whose transfer hangs are missed; the others are loaded, and the daemon ends when it is told to."""
+    machine.make("on", gds_timeout="1s", depth=2)
+    engine = machine.engine()
+    assert all(engine.save(*NUMBERS))
+    machine.drain_and_start_again()
+    machine.fault("pread", "hang")
+    client: Client = machine.engine().client
+    client.prefetch([n.to_bytes(32, "big") for n in NUMBERS], 20.0)
+    wait_for(lambda: not machine.is_direct())
+    assert "nvme.gds_timeout" in machine.daemon.log()
+    others = machine.engine()
+    assert others.save(100) and len(others.load(100)) == 1
+    process = machine.daemon.process
+    assert process is not None
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait(60) == 0
+    assert "still hangs; the daemon ends without it" in machine.daemon.log()
+    machine.fault("pread", "")
+    machine.daemon.process = None
+    machine.daemon.start()
+    assert len(machine.engine().load(*NUMBERS)) == len(NUMBERS)
