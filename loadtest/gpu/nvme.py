@@ -100,7 +100,7 @@ class Tiers:
         self.size_bytes = self.count * BLOCK_BYTES
         self.realm = RealmInfo(1, "load", Namespace((BLOCK_BYTES,)))
         slot_bytes = BLOCK_BYTES + PAGE_BYTES
-        config = NvmeConfig(capacity=4 * size_bytes + (1 << 30), folders=[Path(folder)], reserve=0, allow_volatile=True, gds="on")
+        config = NvmeConfig(capacity=4 * size_bytes + (1 << 30), folders=[Path(folder)], reserve=0, allow_volatile=True)
         self.store = NvmeStore.open(config)
         self.store.recover()
         self.store.register_realm(self.realm)
