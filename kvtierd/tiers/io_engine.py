@@ -176,7 +176,7 @@ def _as_os_error(error: Exception) -> OSError:
 def choose_engine(config: NvmeConfig) -> IoEngine:
     """The engine that the configuration asks for.
 
-    ``auto`` is ``threads``: for host memory kvikio reads and writes files as these do, and was slower where both were measured
+    ``auto`` is ``threads``: for host memory kvikio reads and writes files as these do, and reads no faster where both were measured
     (``loadtest/gpu/nvme.py``).
 
     Raises:

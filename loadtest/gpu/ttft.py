@@ -61,11 +61,11 @@ def engine(args, **more):
     (folder / "config.json").write_text(json.dumps(SHAPE))
     options = {
         "model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True, "enforce_eager": True, "max_model_len": 70_000,
-        "gpu_memory_utilization": 0.5, "max_num_batched_tokens": 8192, "disable_log_stats": True, **more,
+        "gpu_memory_utilization": 0.5, "max_num_batched_tokens": 8192, "disable_log_stats": True,
     }  # fmt: skip
     if args.mode != "none":
         options["kv_transfer_config"] = KVTransferConfig(**transfer_config(args))
-    return LLM(**options)
+    return LLM(**(options | more))
 
 
 class Bench:

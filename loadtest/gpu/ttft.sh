@@ -7,6 +7,7 @@
 #   hbm      kvtierd's HBM tier, likewise     fs       vLLM's tiers of CPU memory and files, twice
 #   nvme     kvtierd's NVMe: saved by one engine, written down by a stop of the daemon, and each hit of a second engine read from disk
 #   lmcache  an LMCache server that listens on port 5555 already (its address is LMCACHE_HOST, tcp://127.0.0.1)
+# HITS of each length (4). With PYTHONHASHSEED set, vLLM 0.23's own hashes name the blocks, else the connector makes a chain of its own.
 set -euo pipefail
 out=$(mkdir -p "${1:?usage: ttft.sh OUT [LENGTHS] [RUN...]}" && cd "$1" && pwd)
 lengths=${2:-4096,16384,32768,65536}
@@ -25,7 +26,7 @@ serve() { # NAME [--set KEY=VALUE...]
     daemon=$!
     for _ in $(seq 200); do [ -S "$work/k.sock" ] && break; sleep 0.1; done
 }
-ttft() { timeout 300 python3 loadtest/gpu/ttft.py "$@" --lengths "$lengths" --output "$out/ttft.jsonl" 2>> "$out/$1.log" || echo "failed: $*"; }
+ttft() { timeout 300 python3 loadtest/gpu/ttft.py --hits "${HITS:-4}" "$@" --lengths "$lengths" --output "$out/ttft.jsonl" 2>> "$out/$1.log" || echo "failed: $*"; }
 ours() { ttft kvtierd --address "unix:$work/k.sock" --label "$@"; }
 nvidia-smi --query-gpu=name,pcie.link.gen.current,pcie.link.width.current,driver_version --format=csv,noheader || true
 for run in "${runs[@]}"; do

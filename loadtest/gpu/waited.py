@@ -4,9 +4,9 @@
     python3 loadtest/gpu/waited.py --address unix:…
 
 An engine that runs one request at a time decodes one, while another one with a long prompt that kvtierd holds waits for it: its
-blocks go on to the HBM tier meanwhile. Measured is how much longer both together take than the first alone: with a hit in the
-engine's own cache (`own_ms`), with what prefetches leave of a load from CPU memory (`with_ms`), or with all of it
-(`--no-prefetch`: `without_ms`). Prints a JSON line a length; `kvtierd status` tells which tier the hits were on.
+blocks go on to the HBM tier meanwhile. Measured, by the engine's own clock, is the time from the last token of the first to the
+first token of the second: with a hit in the engine's own cache (`own_ms`), with what prefetches leave of a load from CPU memory
+(`with_ms`), or with all of it (`--no-prefetch`: `without_ms`). Prints a JSON line a length.
 """
 
 import argparse
@@ -34,21 +34,18 @@ class Pair:
         self.first = {"prompt_token_ids": list(range(1000, 1100))}
         self.tokens = set()
 
-    def both_ms(self, prompt):
-        """How long the first request and this one take; without it when it is None."""
-        prompts = [self.first] if prompt is None else [self.first, {"prompt_token_ids": prompt}]
-        begin = time.perf_counter()
-        outputs = self.llm.generate(prompts, [self.many, self.one][: len(prompts)], use_tqdm=False)
-        if prompt is not None:
-            self.tokens.add(outputs[1].outputs[0].token_ids[0])
-        return (time.perf_counter() - begin) * 1e3
+    def between_ms(self, prompt):
+        """From the last token of the first request to the first one of this."""
+        prompts = [self.first, {"prompt_token_ids": prompt}]
+        first, second = self.llm.generate(prompts, [self.many, self.one], use_tqdm=False)
+        self.tokens.add(second.outputs[0].token_ids[0])
+        return (second.metrics.first_token_ts - first.metrics.last_token_ts) * 1e3
 
-    def more_ms(self, prompt, rounds, before):
+    def median_ms(self, prompt, rounds, before):
         found = []
         for _ in range(rounds):
-            alone = self.both_ms(None)
             before()
-            found.append(self.both_ms(prompt) - alone)
+            found.append(self.between_ms(prompt))
         return round(statistics.median(found), 1), [round(ms, 1) for ms in found]
 
     def forget(self):
@@ -72,15 +69,15 @@ def main():
     os.environ.update(VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", VLLM_USE_FLASHINFER_SAMPLER="0")
     extra = json.dumps({"kvtierd.prefetch": not args.no_prefetch})
     options = argparse.Namespace(mode="kvtierd", address=args.address, extra=extra, module="kvtierd.connectors.vllm")
-    pair = Pair(ttft.engine(options, max_num_seqs=1))
+    pair = Pair(ttft.engine(options, max_num_seqs=1, disable_log_stats=False))
     for tokens in map(int, args.lengths.split(",")):
         rng = random.Random(tokens)
         prompt = [rng.randrange(1000, 120_000) for _ in range(tokens)]
         pair.tokens = set()
-        pair.both_ms(prompt)
+        pair.between_ms(prompt)
         time.sleep(1.0)
-        own = pair.more_ms(prompt, args.rounds, lambda: time.sleep(0.2))
-        loaded = pair.more_ms(prompt, args.rounds, pair.forget)
+        own = pair.median_ms(prompt, args.rounds, lambda: time.sleep(0.2))
+        loaded = pair.median_ms(prompt, args.rounds, pair.forget)
         name = "without" if args.no_prefetch else "with"
         result = {
             "tokens": tokens, "own_ms": own[0], f"{name}_ms": loaded[0], "each_own_ms": own[1], f"each_{name}_ms": loaded[1],
