@@ -7,7 +7,7 @@ vLLM by ``kv_connector_module_path``.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvtierd.connectors.vllm.connector import KvtierdConnector
@@ -33,7 +33,7 @@ class DeviceConnector(KvtierdConnector):
         self._put_back()
 
 
-def _on_host(chunks: list[Chunk]) -> list[Chunk]:
+def _on_host(chunks: Iterable[Chunk]) -> list[Chunk]:
     found: list[Chunk] = []
     for view, block_ids in chunks:
         if isinstance(view, DeviceView):
@@ -48,8 +48,8 @@ def _arm() -> Callable[[], None]:
     def save_there(self: CpuBlockCopier, group: int, chunks: Any, fence: object | None) -> None:
         save(self, group, _on_host(chunks), fence)
 
-    def load_there(self: CpuBlockCopier, group: int, chunks: Any, fence: object | None, cancelled: Any) -> int:
-        return load(self, group, _on_host(chunks), fence, cancelled)
+    def load_there(self: CpuBlockCopier, group: int, chunks: Any, *more: Any) -> int:
+        return load(self, group, _on_host(chunks), *more)
 
     CpuBlockCopier.device = Device(0)
     CpuBlockCopier.save, CpuBlockCopier.load = save_there, load_there  # type: ignore[method-assign]

@@ -65,6 +65,7 @@ def _arm(faults: dict[str, Any]) -> Callable[[], None]:
 
     def faulty_save(self: CpuBlockCopier, group: int, chunks: Any, fence: object | None) -> None:
         time.sleep(faults.get("save_delay_s", 0))
+        chunks = list(chunks)
         save(self, group, chunks, fence)
         first = chunks[0][0]
         if faults.get("save") == "other":
@@ -73,13 +74,13 @@ def _arm(faults: dict[str, Any]) -> Callable[[], None]:
             (last, _), (other, _) = chunks[-1], chunks[-2]
             last[:], other[:] = bytes(other), bytes(last)
 
-    def faulty_load(self: CpuBlockCopier, group: int, chunks: Any, fence: object | None, cancelled: Any) -> int:
+    def faulty_load(self: CpuBlockCopier, group: int, chunks: Any, *more: Any) -> int:
         time.sleep(faults.get("load_delay_s", 0))
         if faults.get("load") in ("raise", "first"):
             if faults["load"] == "first":
                 del faults["load"]
             raise OSError("a copy that a test lets fail")
-        return load(self, group, chunks, fence, cancelled)
+        return load(self, group, chunks, *more)
 
     CpuBlockCopier.save, CpuBlockCopier.load = faulty_save, faulty_load  # type: ignore[method-assign]
 
