@@ -10,7 +10,8 @@ import ctypes
 import importlib
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol
 
@@ -48,7 +49,7 @@ class DeviceIo(Protocol):
         """xxh3_128 of memory of one GPU."""
 
     def close(self, path: str) -> None:
-        """Close a file that nothing uses any more; none is open is no error."""
+        """Close a file, once nothing uses it any more; none is open is no error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,15 @@ class _Array:
     @property
     def __cuda_array_interface__(self) -> dict[str, object]:
         return {"data": (self.memory.address, False), "shape": (self.memory.nbytes,), "typestr": "|u1", "version": 3}
+
+
+@dataclass(slots=True)
+class _File:
+    """A file that kvikio has open, and how many transfers use it."""
+
+    handle: Any
+    users: int = 0
+    closing: bool = False
 
 
 class KvikioIo:
@@ -76,29 +86,46 @@ class KvikioIo:
         self._kvikio, self._defaults = set_up_kvikio(threads)
         self._strict = {"compat_mode": self._kvikio.CompatMode.OFF} if gds else {}
         self._lock = threading.Lock()
-        self._files: dict[str, Any] = {}
+        self._files: dict[str, _File] = {}
 
     def write(self, path: str, parts: Sequence[Part]) -> list[int]:
         """See :class:`DeviceIo`."""
-        return _moved(self._file(path).pwrite, parts)
+        with self._using(path) as file:
+            return _moved(file.pwrite, parts)
 
     def read(self, path: str, parts: Sequence[Part]) -> list[int]:
         """See :class:`DeviceIo`."""
-        return _moved(self._file(path).pread, parts)
+        with self._using(path) as file:
+            return _moved(file.pread, parts)
 
     def close(self, path: str) -> None:
         """See :class:`DeviceIo`."""
         with self._lock:
             file = self._files.pop(path, None)
-        if file is not None:
-            file.close()
+            if file is None:
+                return
+            file.closing = True
+            unused = not file.users
+        if unused:
+            file.handle.close()
 
-    def _file(self, path: str) -> Any:
+    @contextmanager
+    def _using(self, path: str) -> Iterator[Any]:
+        """The file, which stays open meanwhile: the number of one that is closed may be another file's at once."""
         with self._lock:
-            if path not in self._files:
+            file = self._files.get(path)
+            if file is None:
                 with KVIKIO_OPENING, self._defaults.set(self._strict):  # holds for the whole process meanwhile
-                    self._files[path] = self._kvikio.CuFile(path, "r+")
-            return self._files[path]
+                    file = self._files[path] = _File(self._kvikio.CuFile(path, "r+"))
+            file.users += 1
+        try:
+            yield file.handle
+        finally:
+            with self._lock:
+                file.users -= 1
+                unused = file.closing and not file.users
+            if unused:
+                file.handle.close()
 
 
 def _moved(start: Any, parts: Sequence[Part]) -> list[int]:

@@ -109,7 +109,7 @@ class DirectPath:
             return self._digests([memory for memory, _ in parts])
 
     def close_file(self, path: str) -> None:
-        """Close a file that no transfer uses."""
+        """Close a file, once no transfer uses it."""
         if self.hangs():
             return  # nor can it be closed then
         try:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import tomli_w
@@ -23,7 +24,7 @@ from kvtierd.errors import ConfigError, StartupError
 from kvtierd.model import PAGE_BYTES, round_up, slot_id
 from kvtierd.testing.cuda import FakeGpus
 from kvtierd.testing.cuda.direct import FileIo
-from kvtierd.tiers import slot_io
+from kvtierd.tiers import device_io, slot_io
 from kvtierd.tiers.base import BlockIo, DeviceRange, RealmInfo, Result
 from kvtierd.tiers.device_io import KvikioIo, open_device_io
 from kvtierd.tiers.direct_path import DirectError, DirectPath
@@ -306,6 +307,18 @@ def test_files_are_closed_with_their_segments(tier: Tier) -> None:
     tier.store.drop_extent(1)
     tier.store._table.delete_dropped()
     assert len(io.open) == 1
+
+
+def test_a_file_in_use_is_closed_after_its_transfer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    kvikio, closed = mock.MagicMock(), list[int]()
+    monkeypatch.setattr(device_io, "set_up_kvikio", lambda _threads: (kvikio, mock.MagicMock()))
+    monkeypatch.setattr(device_io, "GpuDigests", mock.MagicMock)
+    io, path = KvikioIo(1, gds=False), str(tmp_path / "file")
+    file = kvikio.CuFile.return_value
+    file.pwrite.return_value.get.side_effect = lambda: (io.close(path), closed.append(file.close.call_count), PAGE_BYTES)[-1]
+    assert io.write(path, [(DeviceRange(mock.MagicMock(), 0, PAGE_BYTES), 0)]) == [PAGE_BYTES]
+    assert closed == [0], "its number may be another file's at once"
+    assert file.close.call_count == 1
 
 
 # ---- trying it out
