@@ -85,6 +85,8 @@ class KvikioIo:
         self.digests = GpuDigests()
         self._kvikio, self._defaults = set_up_kvikio(threads)
         self._strict = {"compat_mode": self._kvikio.CompatMode.OFF} if gds else {}
+        self._opening = threading.Lock()
+        """Held while a file is opened, which may hang: never with the other lock, which whoever closes a file needs."""
         self._lock = threading.Lock()
         self._files: dict[str, _File] = {}
 
@@ -112,12 +114,16 @@ class KvikioIo:
     @contextmanager
     def _using(self, path: str) -> Iterator[Any]:
         """The file, which stays open meanwhile: the number of one that is closed may be another file's at once."""
-        with self._lock:
-            file = self._files.get(path)
+        with self._opening:
+            with self._lock:
+                file = self._files.get(path)
+                if file is not None:
+                    file.users += 1
             if file is None:
                 with KVIKIO_OPENING, self._defaults.set(self._strict):  # holds for the whole process meanwhile
-                    file = self._files[path] = _File(self._kvikio.CuFile(path, "r+"))
-            file.users += 1
+                    file = _File(self._kvikio.CuFile(path, "r+"), users=1)
+                with self._lock:
+                    self._files[path] = file
         try:
             yield file.handle
         finally:

@@ -158,7 +158,7 @@ class Executor:
     def in_direct_thread(self, work: Callable[[], T]) -> asyncio.Future[T]:
         """Run work that may hang in a thread of the direct way. Raises StartupError as :class:`Executor` does."""
         if self._direct is None:
-            self._direct = _Lane(_started(self._depth), self._depth)
+            self._direct = _Lane(_started(self._depth + 1), self._depth)  # one for such work, or a move would wait for a thread
         return asyncio.get_running_loop().run_in_executor(self._direct.threads, work)
 
     def use_direct(self, use: bool) -> None:

@@ -19,7 +19,7 @@ from kvtierd.connectors.vllm import idle, worker
 from kvtierd.connectors.vllm.copying import Chunk, CpuBlockCopier, OnQueued
 from kvtierd.connectors.vllm.layout import WorkerLayout
 from kvtierd.testing.daemon import DaemonProcess
-from tests.connectors.engine_cases import KINDS, Engines, fresh, right, save
+from tests.connectors.engine_cases import KINDS, Engines, fresh, right, save, two_groups
 from tests.connectors.small_engine import SmallEngine
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of what vLLM imports
@@ -114,6 +114,18 @@ def test_a_hit_is_computed_with_what_was_loaded(kind: dict[str, Any], engines: E
     assert [copier.followed for copier in made] == [early] * len(made)
     assert (engine.counts["loads|ok"], engine.side._loads._tails) == (1, {})
     assert engine.counts["load_bytes"] > 0
+
+
+@two_groups
+def test_what_cannot_be_told_early_is_waited_for(engines: Engines) -> None:
+    """In one step, not over and over until it has ended."""
+    tokens = fresh()
+    engine = save(engines, tokens, groups=2)
+    (copier,) = copiers(engine)
+    copier.lasts_s = 0.5
+    before = engine.steps
+    hit(engine, tokens)
+    assert engine.steps - before < 20
 
 
 @pytest.mark.parametrize("kind", KINDS[:3])

@@ -321,6 +321,32 @@ def test_a_file_in_use_is_closed_after_its_transfer(monkeypatch: pytest.MonkeyPa
     assert file.close.call_count == 1
 
 
+def test_an_opening_that_hangs_keeps_no_other_file_open(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    kvikio, opening, go = mock.MagicMock(), threading.Event(), threading.Event()
+    monkeypatch.setattr(device_io, "set_up_kvikio", lambda _threads: (kvikio, mock.MagicMock()))
+    monkeypatch.setattr(device_io, "GpuDigests", mock.MagicMock)
+    kvikio.CuFile.return_value.pwrite.return_value.get.return_value = PAGE_BYTES
+    io, part = KvikioIo(1, gds=False), (DeviceRange(mock.MagicMock(), 0, PAGE_BYTES), 0)
+    io.write(str(tmp_path / "one"), [part])
+    one = kvikio.CuFile.return_value
+
+    def hang(*_: object) -> mock.MagicMock:
+        opening.set()
+        assert go.wait(30)
+        return one
+
+    kvikio.CuFile.side_effect = hang
+    thread = threading.Thread(target=io.write, args=(str(tmp_path / "two"), [part]))
+    thread.start()
+    try:
+        assert opening.wait(30)
+        io.close(str(tmp_path / "one"))
+        assert one.close.call_count == 1
+    finally:
+        go.set()
+        thread.join()
+
+
 # ---- trying it out
 
 

@@ -69,7 +69,8 @@ class LoadEnds:
             if computes and self._tails:
                 self._news.wait_for(lambda: self._tails <= self._reports.keys(), TAIL_S)
             elif wait_s:
-                self._news.wait_for(lambda: self._reports or self._queued or self._open <= len(self._tails), wait_s)
+                early = self._queued if follow is not None else {}
+                self._news.wait_for(lambda: self._reports or early or self._open <= len(self._tails), wait_s)
             reports, self._reports = self._reports, {}
             queued: dict[int, tuple[LoadJob, object]] = {}
             if follow is not None:
