@@ -242,8 +242,13 @@ MOVING = [
         "jobs.append(_job(command, batch[:-1] or batch))\n    return jobs",
     ),
     Mutation("a move within memory copies nothing", EXECUTOR + "_copy", "np.copyto(target, source)", "pass"),
-    Mutation("a finished job starts no other", EXECUTOR + "_ended", "    self._start()", "    pass"),
-    Mutation("demotions take places for ever", EXECUTOR + "_ended", "self._demotions -= job.priority is Priority.DEMOTE", "pass"),
+    Mutation("a finished job starts no other", EXECUTOR + "_ended", "    self._start(lane)", "    pass"),
+    Mutation(
+        "demotions take places for ever",
+        "kvtierd.transfer.executor:_Lane.ended",
+        "self.demotions -= job.priority is Priority.DEMOTE",
+        "pass",
+    ),
     Mutation(
         "results are given to the wrong blocks",
         EXECUTOR + "_ended",
@@ -253,8 +258,8 @@ MOVING = [
     Mutation(
         "shards are read into each other's slots",
         EXECUTOR + "_block_io",
-        "zip(inner.all_slots(), sizes, strict=True)",
-        "zip(inner.all_slots()[::-1] if not down else inner.all_slots(), sizes, strict=True)",
+        "zip(inner.all_slots(), block.realm",
+        "zip(inner.all_slots()[::-1] if reads else inner.all_slots(), block.realm",
     ),
     Mutation(
         "an eviction is confirmed before the disk has it",
@@ -276,8 +281,8 @@ STORING = [
     ),
     Mutation(
         "the payload's checksum is not looked at",
-        "kvtierd.tiers.slot_io:page_matches",
-        " and bool(page[len(prefix) : _CHECKSUM_END] == xxhash.xxh3_128_digest(payload))",
+        "kvtierd.tiers.record:page_has",
+        " and bool(page[len(prefix) : _CHECKSUM_END] == checksum)",
         "",
         lambda scenario: not scenario.encrypted and meets(scenario, *HIDDEN),
     ),
