@@ -155,7 +155,7 @@ def test_past_the_deadline_what_is_there_is_loaded(clock: Clock) -> None:
     assert loads.matched(parts.ctx, one, 0) == (None, False)
     assert one.lookup is not None
     parts.lookups.run()
-    one.lookup.done = False  # as if its thread had not yet come to its end
+    one.lookup._ended.clear()  # as if its thread had not yet come to its end
     clock.now += 1e6
     assert loads.matched(parts.ctx, one, 0) == (64, True)
     one.lookup.ready(0).add([2], [102], b"\2", b"t")

@@ -113,8 +113,6 @@ class Lookup:
         self._hit: int | None = None
         self.first_chunk = first_chunk
         self.deadline_s = time.monotonic() + timeout_s
-        self.done = False
-        """No more will become ready."""
         self.late = False
         """It ended because its time was over; more may be held."""
         self.read: tuple[int, float] = (0, 0.0)
@@ -153,9 +151,8 @@ class Lookup:
         finally:
             with self._lock:
                 self.late = any(fetch.reason is Reason.DEADLINE for fetch in self._fetches)
-                self.done = True
+                self._ended.set()
                 close = self._closed
-            self._ended.set()
             if close:
                 self._close_fetches()
 
@@ -216,8 +213,13 @@ class Lookup:
 
     # ---- on the engine's thread
 
+    @property
+    def done(self) -> bool:
+        """No more will become ready."""
+        return self._ended.is_set()
+
     def wait(self, seconds: float) -> bool:
-        """Wait so long until all is ready that will be. Whether it is."""
+        """Wait so long until no more will become ready. Whether it has come to that."""
         return self._ended.wait(seconds)
 
     @property
