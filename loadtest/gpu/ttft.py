@@ -68,6 +68,20 @@ def engine(args, **more):
     return LLM(**(options | more))
 
 
+def prompt_of(tokens):
+    """The same in every process."""
+    rng = random.Random(tokens)
+    return [rng.randrange(1000, 120_000) for _ in range(tokens)]
+
+
+def tell(result, path):
+    """Print a result as a line of JSON, and append it to a file where there is one."""
+    print(json.dumps(result), flush=True)
+    if path:
+        with open(path, "a") as file:
+            file.write(json.dumps(result) + "\n")
+
+
 class Bench:
     def __init__(self, llm):
         from vllm import SamplingParams
@@ -92,8 +106,7 @@ class Bench:
             time.sleep(0.02)
 
     def length(self, tokens, hits, before_hit):
-        rng = random.Random(tokens)
-        prompt = [rng.randrange(1000, 120_000) for _ in range(tokens)]
+        prompt = prompt_of(tokens)
         self.tokens = set()
         first = self.ttft_ms(prompt)
         time.sleep(1.0)
@@ -146,10 +159,7 @@ def main():
             "cached_tokens": [first[1], own[0][1], *[cached for _, cached in tier]],
             "same_token": len(bench.tokens) == 1,
         }
-        print(json.dumps(result), flush=True)
-        if args.output:
-            with open(args.output, "a") as file:
-                file.write(json.dumps(result) + "\n")
+        tell(result, args.output)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ first token of the second: with a hit in the engine's own cache (`own_ms`), with
 import argparse
 import json
 import os
-import random
 import statistics
 import sys
 import time
@@ -24,20 +23,18 @@ import ttft
 FIRST_TOKENS = 48
 
 
-class Pair:
+class Pair(ttft.Bench):
     def __init__(self, llm):
         from vllm import SamplingParams
 
-        self.llm = llm
-        self.one = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
+        super().__init__(llm)
         self.many = SamplingParams(max_tokens=FIRST_TOKENS, ignore_eos=True, temperature=0, detokenize=False)
         self.first = {"prompt_token_ids": list(range(1000, 1100))}
-        self.tokens = set()
 
     def between_ms(self, prompt):
         """From the last token of the first request to the first one of this."""
         prompts = [self.first, {"prompt_token_ids": prompt}]
-        first, second = self.llm.generate(prompts, [self.many, self.one], use_tqdm=False)
+        first, second = self.llm.generate(prompts, [self.many, self.sampling], use_tqdm=False)
         self.tokens.add(second.outputs[0].token_ids[0])
         return (second.metrics.first_token_ts - first.metrics.last_token_ts) * 1e3
 
@@ -50,11 +47,7 @@ class Pair:
 
     def forget(self):
         """The engine's own cache is emptied, and the HBM tier's time goes by."""
-        until = time.monotonic() + 15
-        while not self.llm.reset_prefix_cache():
-            if time.monotonic() > until:
-                sys.exit("blocks are still held 15 s after the last request")
-            time.sleep(0.02)
+        self.empty_prefix_cache()
         time.sleep(2.5)
 
 
@@ -71,8 +64,7 @@ def main():
     options = argparse.Namespace(mode="kvtierd", address=args.address, extra=extra, module="kvtierd.connectors.vllm")
     pair = Pair(ttft.engine(options, max_num_seqs=1, disable_log_stats=False))
     for tokens in map(int, args.lengths.split(",")):
-        rng = random.Random(tokens)
-        prompt = [rng.randrange(1000, 120_000) for _ in range(tokens)]
+        prompt = ttft.prompt_of(tokens)
         pair.tokens = set()
         pair.between_ms(prompt)
         time.sleep(1.0)
@@ -83,10 +75,7 @@ def main():
             "tokens": tokens, "own_ms": own[0], f"{name}_ms": loaded[0], "each_own_ms": own[1], f"each_{name}_ms": loaded[1],
             "same_token": len(pair.tokens) == 1,
         }  # fmt: skip
-        print(json.dumps(result), flush=True)
-        if args.output:
-            with open(args.output, "a") as file:
-                file.write(json.dumps(result) + "\n")
+        ttft.tell(result, args.output)
 
 
 if __name__ == "__main__":
