@@ -92,7 +92,8 @@ class Reads:
     ) -> ReadTicket:
         session.check_tickets(self._state.config.max_tickets)
         state = self._state
-        size = realm.tier_bytes[Tier.CPU]
+        size, limit = realm.tier_bytes[Tier.CPU], state.config.ticket_limit_bytes(Tier.CPU)
+        held = session.held_bytes
         copies: list[Copy | None] = []
         entries = bytearray()
         found_on = bytearray()
@@ -103,7 +104,7 @@ class Reads:
             block = realm.index.get(key)
             found = None
             if block is not None and block.mask and block.expires_s > now:
-                found = self._source(block, devices, session.held_bytes + len(waiting) * size, rising=rising)
+                found = self._source(block, devices, no_room=held > 0 and held + size > limit, rising=rising)
                 reason = reason if found else Reason.BUSY
             if found is None:
                 if not each:
@@ -114,15 +115,15 @@ class Reads:
                 continue
             copy, entry = found
             blocks.append(copy.block)
-            if entry is Entry.READY:
-                session.ticket_bytes += size
-            else:
+            held += size
+            if entry is Entry.WAITING:
                 waiting.append(index)
                 rising = rising or copy.tier is not Tier.CPU
             state.pin(copy)
             copies.append(copy)
             entries.append(entry)
             found_on.append(1 << fastest(copy.block.mask))
+        session.ticket_bytes += (len(blocks) - len(waiting)) * size
         state.use(now, realm, blocks)
         ticket = ReadTicket(
             next(state.ids), session, realm, prefetch, each, deadline_s, copies, entries, bytes(found_on), devices, keeps
@@ -137,25 +138,27 @@ class Reads:
             self._mover.want(ticket, waiting)
         return ticket
 
-    def _source(self, block: Block, devices: tuple[int, ...], ahead_bytes: int, *, rising: bool) -> tuple[Copy, Entry] | None:
+    def _source(self, block: Block, devices: tuple[int, ...], *, no_room: bool, rising: bool) -> tuple[Copy, Entry] | None:
         """The copy of a held block that a load pins, and whether it is READY or has to be WAITING.
 
         What lies behind must leave room for what comes first, as keys are handed out in order: a load that kept a key of its own
         from coming up would wait for itself until its deadline.
 
         Args:
-            ahead_bytes: memory that its session holds or will need for the keys before.
+            no_room: its session may hold no more memory than it does, or will for the keys before.
             rising: a key before has to come up from another tier. None is returned where the copy would then be the last of memory.
         """
         state = self._state
-        size, capacity = block.realm.tier_bytes[Tier.CPU], state.config.capacity_bytes[Tier.CPU]
         copy, entry = state.readable(block, devices), Entry.READY
-        if copy is None or (ahead_bytes and ahead_bytes + size > state.config.ticket_limit_bytes(Tier.CPU)):
+        if copy is None or no_room:
             lowest = block.nvme
             copy = lowest if lowest is not None and lowest.state is CopyState.READY else ready_copy(block)
             entry = Entry.WAITING
-        is_last = copy.tier is Tier.CPU and not copy.pins and state.pinned_bytes[Tier.CPU] + 2 * size > capacity
-        return None if rising and is_last else (copy, entry)
+        if rising and copy.tier is Tier.CPU and not copy.pins:
+            size, capacity = block.realm.tier_bytes[Tier.CPU], state.config.capacity_bytes[Tier.CPU]
+            if state.pinned_bytes[Tier.CPU] + 2 * size > capacity:
+                return None
+        return copy, entry
 
     def awaited(self) -> set[Block]:
         """Blocks that loads have found and that still have to come up."""

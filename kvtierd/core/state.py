@@ -262,8 +262,8 @@ class CoreState:
 
         A block's lane may have been changed just before: its copies follow.
         """
-        pools = self.pools
         depth = len(blocks)
+        used: tuple[set[int], ...] = (set(), set(), set())
         for block in reversed(blocks):
             depth -= 1
             block.used_at_s = now - depth * DEPTH_S
@@ -271,9 +271,10 @@ class CoreState:
                 if copy is None:
                     continue
                 tier = copy.tier
-                extents = pools[tier].extents
-                for slot in copy.all_slots():
-                    extents[slot_extent(slot)].used_at_s = now
+                if isinstance(copy.slots, int):
+                    used[tier].add(copy.slots >> 32)
+                else:
+                    used[tier].update(map(slot_extent, copy.slots))
                 lru = copy.lru
                 if lru is None:
                     continue  # pinned: it is linked when its last user lets go
@@ -287,6 +288,9 @@ class CoreState:
                 elif lru.newest is not copy:
                     lru.remove(copy)
                     lru.append(copy)
+        for pool, extents in zip(self.pools, used, strict=True):
+            for extent_id in extents:
+                pool.extents[extent_id].used_at_s = now
 
     def use(self, now: float, realm: Realm, blocks: list[Block], known: list[Block] | None = None) -> None:
         """A request uses blocks of a realm: touch them, and let the policy know of those that were there before it.
