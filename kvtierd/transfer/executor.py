@@ -11,14 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import heapq
-import itertools
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar
 
@@ -26,9 +21,9 @@ import numpy as np
 
 from kvtierd.core.commands import Move, Priority, StartMoves
 from kvtierd.cuda import Device
-from kvtierd.errors import StartupError
 from kvtierd.model import Result, Tier
 from kvtierd.tiers.base import BlockIo, BlockStore, DeviceRange
+from kvtierd.transfer.lanes import Lane
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -37,10 +32,6 @@ BATCH_BYTES: Final = 4 << 20
 """Payload that one job gathers from small blocks."""
 BATCH_BLOCKS: Final = 512
 """Most blocks of one job."""
-
-
-_Done = tuple[list[Result], float, float]
-"""Results of a job, and when it began and ended."""
 
 
 class Memory(Protocol):
@@ -55,42 +46,6 @@ class DeviceMemory(Protocol):
 
     def address(self, slot: int) -> tuple[Device, int]:
         """Where a slot is."""
-
-
-class _Lane:
-    """Jobs that share threads: the first of the queue next, demotions never on all threads."""
-
-    def __init__(self, threads: ThreadPoolExecutor, depth: int) -> None:
-        self.threads = threads
-        self.depth = depth
-        self.max_demotions = max(depth - max(depth // 4, 1), 1)
-        self.queue: list[tuple[int, int, float, StartMoves]] = []
-        self.running = 0
-        self.demotions = 0
-        self.idle = asyncio.Event()
-        self.idle.set()
-
-    def next(self) -> tuple[StartMoves, float] | None:
-        """Take the job that may begin now, and when it was queued."""
-        if not self.queue or self.running >= self.depth:
-            return None
-        demotes = self.queue[0][0] == Priority.DEMOTE
-        if demotes and self.demotions >= self.max_demotions:
-            return None
-        _, _, queued_s, job = heapq.heappop(self.queue)
-        self.demotions += demotes
-        self.running += 1
-        return job, queued_s
-
-    def ended(self, job: StartMoves) -> None:
-        """It has ended."""
-        self.running -= 1
-        self.demotions -= job.priority is Priority.DEMOTE
-
-    def look(self) -> None:
-        """Tell whoever waits for it to be idle."""
-        if not self.running and not self.queue:
-            self.idle.set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +91,9 @@ class Executor:
         self._devices = devices
         self._report = report
         self._on_wall = on_wall
-        self._order = itertools.count()
         self._depth = max(depth, 2)
-        self._main = _Lane(_started(self._depth), self._depth)
-        self._direct: _Lane | None = None
+        self._main = Lane(self._depth)
+        self._direct: Lane | None = None
         self._uses_direct = False
         self._closed = False
 
@@ -148,17 +102,14 @@ class Executor:
         if self._closed:
             log.debug("%d moves were dropped: the daemon is going", len(command.moves))
             return
-        now = time.monotonic()
         lane = self._direct if self._direct is not None and self._uses_direct and _is_direct(command) else self._main
-        for job in _split(command):
-            heapq.heappush(lane.queue, (job.priority, next(self._order), now, job))
-        lane.idle.clear()
+        lane.put(_split(command), time.monotonic())
         self._start(lane)
 
     def in_direct_thread(self, work: Callable[[], T]) -> asyncio.Future[T]:
         """Run work that may hang in a thread of the direct way. Raises StartupError as :class:`Executor` does."""
         if self._direct is None:
-            self._direct = _Lane(_started(self._depth + 1), self._depth)  # one for such work, or a move would wait for a thread
+            self._direct = Lane(self._depth, spare=1)  # or a move would wait for a thread
         return asyncio.get_running_loop().run_in_executor(self._direct.threads, work)
 
     def use_direct(self, use: bool) -> None:
@@ -166,66 +117,61 @@ class Executor:
         assert self._direct is not None, "the way was tried out before"
         self._uses_direct = use
         if not use:
-            for entry in self._direct.queue:
-                heapq.heappush(self._main.queue, entry)
-                self._main.idle.clear()
-            self._direct.queue.clear()
-            self._direct.look()
+            self._main.add(self._direct.clear())
             self._start(self._main)
 
     @property
     def running(self) -> int:
         """Jobs in progress."""
-        return sum(lane.running for lane in self._lanes())
+        return sum(lane.open - lane.queued for lane in self._lanes())
 
     @property
     def queued(self) -> int:
         """Jobs that wait for a thread."""
-        return sum(len(lane.queue) for lane in self._lanes())
+        return sum(lane.queued for lane in self._lanes())
 
-    def _lanes(self) -> list[_Lane]:
+    def _lanes(self) -> list[Lane]:
         return [self._main] if self._direct is None else [self._main, self._direct]
 
-    def _start(self, lane: _Lane) -> None:
-        while (found := lane.next()) is not None:
-            job, queued_s = found
-            future = asyncio.get_running_loop().run_in_executor(lane.threads, self._run, job)
-            future.add_done_callback(functools.partial(self._ended, lane=lane, job=job, queued_s=queued_s))
+    def _start(self, lane: Lane) -> None:
+        loop = asyncio.get_running_loop()
+        for _ in range(lane.call()):
+            loop.run_in_executor(lane.threads, self._work, loop, lane)
 
-    def _ended(self, future: asyncio.Future[_Done], lane: _Lane, job: StartMoves, queued_s: float) -> None:
-        lane.ended(job)
-        error = future.exception()
-        if error is not None:
-            # A store answers with results; an exception is a bug. The blocks stay where they are.
-            log.error("moving %d blocks failed", len(job.moves), exc_info=error)
-            results, began_s, ended_s = [Result.IO_ERROR] * len(job.moves), queued_s, queued_s
-        else:
-            results, began_s, ended_s = future.result()
-        self._start(lane)
-        lane.look()
-        self._report(
-            MoveReport(
-                job.src_tier,
-                job.dst_tier,
-                job.priority,
-                list(zip(job.moves, results, strict=True)),
-                began_s - queued_s,
-                ended_s - began_s,
-            )
-        )
+    def _work(self, loop: asyncio.AbstractEventLoop, lane: Lane) -> None:
+        """In a thread: run jobs while there are any."""
+        ended: StartMoves | None = None
+        while (taken := lane.take(ended)) is not None:
+            _, _, queued_s, ended = taken
+            report = self._run(ended, queued_s)
+            with contextlib.suppress(RuntimeError):  # one that hung ends when the event loop has gone
+                loop.call_soon_threadsafe(self._ended, lane, report)
 
-    def _run(self, job: StartMoves) -> _Done:
+    def _ended(self, lane: Lane, report: MoveReport) -> None:
+        lane.told()
+        self._report(report)
+
+    def _run(self, job: StartMoves, queued_s: float) -> MoveReport:
         began_s = time.monotonic()
+        try:
+            results = self._moved(job)
+        except Exception:  # a store answers with results; an exception is a bug. The blocks stay where they are.
+            log.exception("moving %d blocks failed", len(job.moves))
+            results = [Result.IO_ERROR] * len(job.moves)
+        moved = list(zip(job.moves, results, strict=True))
+        return MoveReport(job.src_tier, job.dst_tier, job.priority, moved, began_s - queued_s, time.monotonic() - began_s)
+
+    def _moved(self, job: StartMoves) -> list[Result]:
         if job.src_tier is job.dst_tier:
             for move in job.moves:
                 self._copy(move)
-            return [Result.OK] * len(job.moves), began_s, time.monotonic()
+            return [Result.OK] * len(job.moves)
         reads = job.dst_tier is Tier.CPU or (_is_direct(job) and job.src_tier is Tier.NVME)
         store = self._stores[job.src_tier if reads else job.dst_tier]
         blocks = [self._block_io(move, reads=reads) for move in job.moves]
         results = store.read(blocks) if reads else store.write(blocks)
         assert len(results) == len(blocks)
-        return results, began_s, time.monotonic()
+        return results
 
     def _copy(self, move: Move) -> None:
         """Copy a block within CPU memory, but for shards that stay where they are."""
@@ -261,35 +207,17 @@ class Executor:
         """
         self._closed = True
         for lane in self._lanes():
-            lane.queue.clear()
+            lane.clear()
         await asyncio.to_thread(self._main.threads.shutdown)
         if self._direct is not None:
-            self._direct.look()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._direct.idle.wait(), direct_timeout_s)
             self._direct.threads.shutdown(wait=False)
-        return self._direct is None or not self._direct.running
+        return self._direct is None or not self._direct.open
 
 
 def _is_direct(command: StartMoves) -> bool:
     return {command.src_tier, command.dst_tier} == {Tier.HBM, Tier.NVME}
-
-
-def _started(count: int) -> ThreadPoolExecutor:
-    """Threads that all run from the start: a job never waits for one that the machine cannot start. Raises StartupError."""
-    threads = ThreadPoolExecutor(count, thread_name_prefix="kvtierd-move")
-    all_run = threading.Barrier(count + 1)
-    try:
-        for _ in range(count):
-            threads.submit(all_run.wait)
-    except RuntimeError as e:
-        all_run.abort()
-        threads.shutdown()
-        raise StartupError(
-            f"{count} threads for moving blocks cannot be started ({e}): raise the limit of threads (ulimit -u) or lower nvme.depth"
-        ) from e
-    all_run.wait()
-    return threads
 
 
 def _split(command: StartMoves) -> list[StartMoves]:

@@ -29,7 +29,7 @@ from kvtierd.tiers import (
     segments,
     slot_io,
 )
-from kvtierd.transfer import executor
+from kvtierd.transfer import executor, lanes
 
 
 @contextmanager
@@ -58,9 +58,9 @@ def _replacements(world: World, system: SimOs) -> Iterator[tuple[types.ModuleTyp
         yield module, "os", system
     for module in (folder, journal, log_file, plain_file, budget_file, pool_file):
         yield module, "open", system.open_file
-    for module in (folder, segments, journal, slot_io, nvme, executor):
+    for module in (folder, segments, journal, slot_io, nvme, lanes):
         yield module, "threading", threading
-    for module in (segments, executor):
+    for module in (segments, lanes):
         yield module, "ThreadPoolExecutor", _pools(world)
     fcntl = types.SimpleNamespace(flock=system.flock, LOCK_EX=2, LOCK_NB=4)
     yield folder, "fcntl", fcntl
