@@ -271,7 +271,7 @@ class CoreState:
                 if copy is None:
                     continue
                 tier = copy.tier
-                if isinstance(copy.slots, int):
+                if isinstance(copy.slots, int):  # a bare one, as all_slots() has it: a tuple for each would cost five times as much
                     used[tier].add(copy.slots >> 32)
                 else:
                     used[tier].update(map(slot_extent, copy.slots))
