@@ -151,6 +151,9 @@ class CpuConfig(_Section):
     )
     prefault: bool = Field(True, description="Fault the whole pool in at the start, in the background.")
     prefault_threads: int = Field(0, ge=0, le=256, description="Threads that prefault; 0 means one per CPU, at most 16.")
+    huge_pages: bool = Field(
+        True, description="Have the kernel gather prefaulted memory in huge pages (Linux 6.1), whatever its own setting."
+    )
     keep: str = Field(
         "", description="Where blocks in memory wait over a restart: `systemd`, a folder on tmpfs, or empty for nowhere."
     )

@@ -19,20 +19,26 @@ from pathlib import Path
 from typing import Final
 
 PAGE_BYTES: Final = os.sysconf("SC_PAGESIZE")
+HUGE_PAGE_BYTES: Final = 2 << 20
+"""A huge page of x86-64, and of arm64 with 4 KiB pages."""
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 """What no holder of the descriptor can undo: the size stays, so nobody's access ends in a SIGBUS."""
 
+_PROT_NONE: Final = 0
 _PROT_READ_WRITE: Final = 3
 _MAP_SHARED: Final = 1
+_MAP_FIXED: Final = 0x10
+_MAP_RESERVE: Final = 0x4022
+"""Private, of no file, without swap set aside."""
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 _MADV_HUGEPAGE: Final = 14
 _MADV_NOHUGEPAGE: Final = 15
 _MADV_POPULATE_WRITE: Final = 23
+_MADV_COLLAPSE: Final = 25
 _KEEP_SIZE: Final = 1
 _PUNCH_HOLE: Final = 2
 _MPOL_PREFERRED: Final = 1
 _NODE_MASK_BITS: Final = 1024
-_HUGE_PAGE_BYTES: Final = 2 << 20
 _MFD_NOEXEC_SEAL: Final = 8
 _MBIND: Final = {"x86_64": 237, "aarch64": 235}
 
@@ -128,6 +134,8 @@ def filled_ranges(fd: int, size_bytes: int, max_bytes: int) -> Iterator[tuple[in
 class SharedMapping:
     """A whole memfd mapped for reading and writing, in huge pages if granted. The descriptor may be closed afterwards.
 
+    It starts where a huge page of the memfd can be mapped as one.
+
     Args:
         fd: the memfd.
         size_bytes: bytes to map; the memfd has at least as many.
@@ -143,10 +151,7 @@ class SharedMapping:
     """
 
     def __init__(self, fd: int, size_bytes: int, on_unmapped: Callable[[], None] | None = None) -> None:
-        address = _libc.mmap(None, size_bytes, _PROT_READ_WRITE, _MAP_SHARED, fd, 0)
-        if address == _MAP_FAILED or address is None:
-            number = ctypes.get_errno()
-            raise OSError(number, f"mapping {size_bytes} bytes: {os.strerror(number)}")
+        address = _map(fd, size_bytes)
         self.address: int = address
         self.size_bytes = size_bytes
         # For a kernel that leaves huge pages to the program (one without them answers with an error that changes nothing).
@@ -177,6 +182,27 @@ class SharedMapping:
                 raise OSError(number, f"populating {length} bytes: {os.strerror(number)}")
         del view
 
+    def gather(self, offset: int) -> None:
+        """Bring one huge page's worth of pages into a huge page, content and all (with the GIL released).
+
+        The kernel's settings of transparent huge pages do not matter here. Pages that do not exist are added, beyond the end of the
+        memfd too: nobody may shorten it meanwhile.
+
+        Args:
+            offset: multiple of HUGE_PAGE_BYTES, with as much behind it.
+
+        Raises:
+            OSError: no huge page is free (ENOMEM; EBUSY by a limit of the cgroup), pages are in use by a device or another call
+                (EAGAIN), or the kernel does not do this (EINVAL).
+            ValueError: the mapping has been released.
+        """
+        self.populate(offset, PAGE_BYTES)  # the kernel looks at page tables only, and leaves alone what has none
+        view = self.view
+        if _libc.madvise(self.address + offset, HUGE_PAGE_BYTES, _MADV_COLLAPSE) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, f"gathering {HUGE_PAGE_BYTES} bytes into a huge page: {os.strerror(number)}")
+        del view
+
     def expect_end(self, size_bytes: int) -> None:
         """Have no huge page reach beyond an end at which the memfd is about to be cut."""
         whole = _whole_huge_pages(size_bytes)
@@ -201,9 +227,35 @@ class SharedMapping:
         return done == 0
 
 
+def _map(fd: int, size_bytes: int) -> int:
+    """Map a memfd at a multiple of HUGE_PAGE_BYTES. Returns the address. Raises OSError."""
+    pages_bytes = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+    room_bytes = pages_bytes + HUGE_PAGE_BYTES
+    room = _try_map(None, room_bytes, _PROT_NONE, _MAP_RESERVE, -1)
+    address = -(-room // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    try:
+        _try_map(address, size_bytes, _PROT_READ_WRITE, _MAP_SHARED | _MAP_FIXED, fd)
+    except OSError:
+        _libc.munmap(room, room_bytes)
+        raise
+    end = address + pages_bytes
+    if address > room:
+        _libc.munmap(room, address - room)
+    _libc.munmap(end, room + room_bytes - end)  # there is some: the room began at a page
+    return address
+
+
+def _try_map(at: int | None, size_bytes: int, protection: int, flags: int, fd: int) -> int:
+    address = _libc.mmap(at, size_bytes, protection, flags, fd, 0)
+    if address == _MAP_FAILED or address is None:
+        number = ctypes.get_errno()
+        raise OSError(number, f"mapping {size_bytes} bytes: {os.strerror(number)}")
+    return int(address)
+
+
 def _whole_huge_pages(size_bytes: int) -> int:
     """The bytes that huge pages can fill without reaching beyond the end."""
-    return size_bytes // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
+    return size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
 
 
 def _unmap(address: int, size_bytes: int, on_unmapped: Callable[[], None] | None) -> None:
@@ -222,6 +274,19 @@ def can_populate() -> bool:
         if e.errno != errno.EINVAL:
             raise
         return False
+    finally:
+        os.close(fd)
+    return True
+
+
+@functools.cache
+def can_gather() -> bool:
+    """True where the kernel knows MADV_COLLAPSE (Linux 6.1 and newer) and shared memory can have huge pages."""
+    fd = create_memfd("kvtierd-probe", HUGE_PAGE_BYTES)
+    try:
+        SharedMapping(fd, HUGE_PAGE_BYTES).gather(0)
+    except OSError as e:
+        return e.errno in (errno.ENOMEM, errno.EBUSY, errno.EAGAIN)  # not now
     finally:
         os.close(fd)
     return True

@@ -39,7 +39,7 @@ def examine(config: Config, host: Host, cuda: Cuda) -> Iterator[Finding]:
         ("memory", lambda: [check_free_memory(host, config)]),
         ("cgroup memory", lambda: [check_cgroup(host, config)]),
         ("memlock limit", lambda: [check_memlock(config, cuda.library)]),
-        ("huge pages of shared memory", lambda: [check_shmem_pages(host)]),
+        ("huge pages of shared memory", lambda: [check_shmem_pages(host, config)]),
         ("reserved huge pages", lambda: [check_huge_pages(host)]),
         ("open files", lambda: [check_files(config)]),
         ("socket", lambda: [check_socket(config.server.socket, "socket")]),

@@ -85,9 +85,7 @@ ENGINE: Final[tuple[Key, ...]] = (
         "lazy_memory_initial_ratio lazy_memory_expand_trigger_ratio lazy_memory_step_ratio lazy_memory_safe_size",
         "with cpu.prefault = false memory is taken page by page",
     ),
-    _missing(
-        "local_cpu_use_hugepages", "for large pages switch transparent huge pages on for shared memory; `kvtierd doctor` says how"
-    ),
+    _ignored("local_cpu_use_hugepages", "memory has huge pages where the kernel grants them (cpu.huge_pages)"),
     _missing("reserve_local_cpu_size", "cpu.capacity is a fixed limit: choose it so that this much memory stays free"),
     _ignored("local_disk_path_sharding gds_path_sharding", "blocks are spread over all folders"),
     _ignored("numa_mode", "a shard's memory comes from the NUMA node of its worker's device, where the worker knows it"),
@@ -228,11 +226,7 @@ SERVER: Final[tuple[Key, ...]] = (
     _used("--l1-use-lazy", "cpu.prefault, the other way round", "switch"),
     _used("--http-host --http-port", "server.metrics, where /metrics, /healthz and /readyz are"),
     _ignored("--l1-init-size-gb --l1-align-bytes", "memory is taken in extents (cpu.extent)"),
-    _missing(
-        "--l1-use-hugepages",
-        "for large pages switch transparent huge pages on for shared memory; `kvtierd doctor` says how",
-        form="switch",
-    ),
+    _ignored("--l1-use-hugepages", "memory has huge pages where the kernel grants them (cpu.huge_pages)", "switch"),
     _missing("--l1-devdax-path", "kvtierd's memory is the host's own: raise cpu.capacity"),
     _ignored("--gds-l1-backend", "nvme.io chooses the I/O engine"),
     _ignored("--gds-l1-use-direct-io", "nvme.direct probes for direct I/O", "switch"),

@@ -43,6 +43,7 @@ class Flags:
     ready: bool = False
     draining: bool = False
     prefaulted_bytes: int = 0
+    huge_page_bytes: int = 0
     io_paths: dict[str, list[str]] = field(default_factory=dict)
     """By tier name: what moves its bytes now."""
     nvme_engine: str = ""
@@ -178,6 +179,7 @@ def _flag_families(flags: Flags) -> list[Metric]:
             ("folder",),
         ),
         _gauge("kvtierd_cpu_prefaulted_bytes", "Bytes of the CPU pool that are faulted in.", [((), flags.prefaulted_bytes)]),
+        _gauge("kvtierd_cpu_huge_page_bytes", "Bytes of these that were gathered in huge pages.", [((), flags.huge_page_bytes)]),
         _gauge("kvtierd_ready", "1 while the daemon is ready to serve.", [((), float(flags.ready))]),
         _gauge("kvtierd_draining", "1 while the daemon drains and takes no saves.", [((), float(flags.draining))]),
         _gauge(

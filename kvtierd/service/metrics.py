@@ -307,9 +307,10 @@ class Metrics(Collector):
         self.flags.nvme_engine = name
         self.flags.nvme_encrypted = encrypted
 
-    def prefaulted(self, size_bytes: int) -> None:
-        """Say how many bytes of CPU memory are faulted in."""
+    def prefaulted(self, size_bytes: int, huge_page_bytes: int) -> None:
+        """Say how many bytes of CPU memory are faulted in, and how many of these were gathered in huge pages."""
         self.flags.prefaulted_bytes = size_bytes
+        self.flags.huge_page_bytes = huge_page_bytes
 
     def draining(self, on: bool) -> None:
         """Say whether the daemon drains."""

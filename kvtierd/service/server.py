@@ -89,7 +89,7 @@ class Daemon:
         """All figures at this moment; also brings the metrics' states up to date."""
         runtime = self.runtime
         self.metrics.draining(runtime.core.state.draining)
-        self.metrics.prefaulted(runtime.cpu.prefaulted_bytes)
+        self.metrics.prefaulted(runtime.cpu.prefaulted_bytes, runtime.cpu.huge_page_bytes)
         for tier, paths in runtime.io_paths().items():
             self.metrics.io_paths(tier, paths)
         if runtime.nvme is not None:

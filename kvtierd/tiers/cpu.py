@@ -81,7 +81,7 @@ class CpuPool:
         self._prefaulter: Prefaulter | None = None
         if config.prefault:
             threads = config.prefault_threads or min(len(os.sched_getaffinity(0)), MAX_PREFAULT_THREADS)
-            self._prefaulter = Prefaulter(threads, self._refill)
+            self._prefaulter = Prefaulter(threads, config.huge_pages, self._refill)
 
     def start(self) -> None:
         """Begin to fault memory in, if so configured: after what was kept over a restart has been taken over."""
@@ -108,6 +108,13 @@ class CpuPool:
         with self._lock:
             regions = self._blanks + [extent.region for extent in self._extents.values()]
             return sum(region.populated_bytes for region in regions)
+
+    @property
+    def huge_page_bytes(self) -> int:
+        """Bytes of these that the kernel gathered in huge pages."""
+        with self._lock:
+            regions = self._blanks + [extent.region for extent in self._extents.values()]
+            return sum(region.gathered_bytes for region in regions)
 
     # ---- extents
 
@@ -249,9 +256,11 @@ class CpuPool:
     # ---- blanks
 
     def _cut(self, region: Region, size_bytes: int) -> None:
-        if region.size_bytes != size_bytes:
-            if self._prefaulter is not None:
-                self._prefaulter.before_cut(region)
+        if region.size_bytes == size_bytes:
+            return
+        if self._prefaulter is not None:
+            self._prefaulter.cut(region, size_bytes)
+        else:
             region.cut(size_bytes)
 
     def _take_blank(self, size_bytes: int, node: int) -> Region | None:

@@ -1,26 +1,29 @@
 """Background threads that fault shared memory in, so that nobody pays for it later.
 
-Work is done in small chunks: a thread that faults pages in holds the process's memory map, and whoever wants to map something
-meanwhile (the event loop too) waits for the chunk. Memory that is in use comes before memory that is kept in stock; when
-nothing is left to do, the owner is asked for more stock.
+Work is done in small chunks, each a huge page where the kernel grants one: a thread that faults pages in holds the process's
+memory map, and whoever wants to map something meanwhile (the event loop too) waits for the chunk. Memory that is in use comes
+before memory that is kept in stock; when nothing is left to do, the owner is asked for more stock.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
-from kvtierd.memory import SharedMapping, allocate, can_populate
+from kvtierd.memory import HUGE_PAGE_BYTES, SharedMapping, allocate, can_gather, can_populate
 
 log = logging.getLogger(__name__)
 
-CHUNK_BYTES: Final = 2 << 20
+CHUNK_BYTES: Final = HUGE_PAGE_BYTES
 MAX_THREADS: Final = 256
+MAX_REFUSALS: Final = 32
+"""So many huge pages refused one after another are the last that are asked for: each time the kernel looks all memory through."""
 NICENESS: Final = 10
 """The threads yield to those that serve."""
 
@@ -34,6 +37,7 @@ class Region:
         mapping: as large as the memfd was at first.
         node: NUMA node that its pages come from; -1 for any.
         populated_bytes: faulted in by a :class:`Prefaulter` (an upper bound after :meth:`cut`).
+        gathered_bytes: of these, those that were gathered in huge pages.
 
     Raises:
         OSError: no address space left; the descriptor is closed.
@@ -49,17 +53,20 @@ class Region:
         self.size_bytes = size_bytes
         self.node = node if node >= 0 and self.mapping.prefer_node(node) else -1
         self.populated_bytes = 0
+        self.gathered_bytes = 0
         # Below here: the prefaulter's, under its lock.
         self.next_offset = 0
         self.busy = 0
+        self.adding = 0
         self.stopped = False
 
     def cut(self, size_bytes: int) -> None:
-        """Shorten an unsealed region; the pages behind go at once. Faulting beyond the end fails, so it is safe meanwhile."""
+        """Shorten an unsealed region; the pages behind go at once. One that a prefaulter has is cut by :meth:`Prefaulter.cut`."""
         self.mapping.expect_end(size_bytes)
         os.ftruncate(self.fd, size_bytes)
         self.size_bytes = size_bytes
         self.populated_bytes = min(self.populated_bytes, size_bytes)
+        self.gathered_bytes = min(self.gathered_bytes, size_bytes)
 
     def close(self) -> None:
         """Close the descriptor and unmap, or have the last view unmap."""
@@ -72,10 +79,11 @@ class Prefaulter:
 
     Args:
         threads: how many, at most ``MAX_THREADS``.
+        huge_pages: gather pages in huge ones, where the kernel can.
         refill: called without locks when nothing is left to do; may add regions and says whether it did.
     """
 
-    def __init__(self, threads: int, refill: Callable[[], bool]) -> None:
+    def __init__(self, threads: int, huge_pages: bool, refill: Callable[[], bool]) -> None:
         self._refill = refill
         self._changed = threading.Condition()
         self._urgent: deque[Region] = deque()
@@ -83,6 +91,8 @@ class Prefaulter:
         self._wanted = True
         self._closing = False
         self._populates = can_populate()
+        self._gathers = huge_pages and self._populates and can_gather()
+        self._refusals = 0
         self._threads = [
             threading.Thread(target=self._work, name=f"kvtierd-prefault-{i}", daemon=True) for i in range(min(threads, MAX_THREADS))
         ]
@@ -111,10 +121,11 @@ class Prefaulter:
             region.stopped = True
             self._changed.wait_for(lambda: region.busy == 0)
 
-    def before_cut(self, region: Region) -> None:
-        """Make :meth:`Region.cut` safe: allocating, unlike populating, would put pages behind the end. ``add`` goes on with it."""
-        if not self._populates:
-            self.stop(region)
+    def cut(self, region: Region, size_bytes: int) -> None:
+        """Shorten a region. Waits for chunks in progress that could put pages behind the end: a few milliseconds at most."""
+        with self._changed:
+            self._changed.wait_for(lambda: region.adding == 0)
+            region.cut(size_bytes)
 
     def close(self) -> None:
         """End the threads and wait for them."""
@@ -136,13 +147,12 @@ class Prefaulter:
                     claim = self._claim()
                 if self._closing:
                     if claim is not None:
-                        claim[0].busy -= 1
-                        self._changed.notify_all()
+                        self._done(claim)
                     return
                 if claim is None:
                     self._wanted = False
             if claim is not None:
-                self._fault_in(*claim)
+                self._fault_in(claim)
             elif self._try_refill():
                 self.wake()
 
@@ -153,8 +163,8 @@ class Prefaulter:
             log.warning("no more memory is prefaulted: %s", e)
             return False
 
-    def _claim(self) -> tuple[Region, int, int] | None:
-        """Take the next chunk: region, offset, length. Under the lock."""
+    def _claim(self) -> _Chunk | None:
+        """Take the next chunk. Under the lock."""
         for queue in (self._urgent, self._stock):
             while queue:
                 region = queue[0]
@@ -163,14 +173,28 @@ class Prefaulter:
                     continue
                 offset = region.next_offset
                 length = min(CHUNK_BYTES, region.size_bytes - offset)
+                gathers = self._gathers and length == HUGE_PAGE_BYTES
+                chunk = _Chunk(region, offset, length, gathers, adds=gathers or not self._populates)
                 region.next_offset += length
                 region.busy += 1
-                return region, offset, length
+                region.adding += chunk.adds
+                return chunk
         return None
 
-    def _fault_in(self, region: Region, offset: int, length: int) -> None:
+    def _done(self, chunk: _Chunk) -> None:
+        """Give a chunk back. Under the lock."""
+        region = chunk.region
+        region.busy -= 1
+        region.adding -= chunk.adds
+        if region.busy == 0 or region.adding == 0:
+            self._changed.notify_all()
+
+    def _fault_in(self, chunk: _Chunk) -> None:
+        region, offset, length = chunk.region, chunk.offset, chunk.length
         failure: OSError | ValueError | None = None
+        gathered = False
         try:
+            gathered = chunk.gathers and self._gather(region, offset)
             if self._populates:
                 region.mapping.populate(offset, length)
             else:
@@ -184,6 +208,30 @@ class Prefaulter:
                 region.stopped = True
             else:
                 region.populated_bytes = min(region.populated_bytes + length, region.size_bytes)
-            region.busy -= 1
-            if region.busy == 0:
-                self._changed.notify_all()
+                region.gathered_bytes = min(region.gathered_bytes + gathered * length, region.size_bytes)
+            self._done(chunk)
+
+    def _gather(self, region: Region, offset: int) -> bool:
+        """Whether the chunk is a huge page now. It stays as it was where the kernel has none or a device holds its pages."""
+        try:
+            region.mapping.gather(offset)
+        except OSError as e:
+            with self._changed:
+                if e.errno != errno.EAGAIN:
+                    self._refusals += 1
+                if self._refusals >= MAX_REFUSALS and self._gathers:
+                    self._gathers = False
+                    log.warning("the rest of the CPU memory has small pages: %s", e)
+            return False
+        self._refusals = 0
+        return True
+
+
+class _Chunk(NamedTuple):
+    region: Region
+    offset: int
+    length: int
+    gathers: bool
+    """It is to become a huge page."""
+    adds: bool
+    """It could put pages behind the region's end if that was cut meanwhile; populating alone could not."""

@@ -33,7 +33,7 @@ from kvtierd.cli.checks_storage import (
 )
 from kvtierd.cli.doctor import examine
 from kvtierd.cli.findings import Finding, Host, Level
-from kvtierd.config import Config
+from kvtierd.config import Config, CpuConfig
 
 Kvtierd = Callable[..., Result]
 GIB = 1 << 30
@@ -142,8 +142,18 @@ def test_open_files(monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, level
 )
 def test_shmem_huge_pages(tmp_path: Path, text: str, level: Level) -> None:
     host = host_with(tmp_path, {"/sys/kernel/mm/transparent_hugepage/shmem_enabled": text})
-    assert checks_memory.check_shmem_pages(host).level is level
-    assert checks_memory.check_shmem_pages(Host(tmp_path / "none")).level is Level.OK
+    small = Config(cpu=CpuConfig(huge_pages=False))
+    assert checks_memory.check_shmem_pages(host, small).level is level
+    assert checks_memory.check_shmem_pages(Host(tmp_path / "none"), small).level is Level.OK
+
+
+@pytest.mark.parametrize("gathers, level", [(True, Level.OK), (False, Level.WARN)])
+def test_huge_pages_that_the_daemon_gathers(tmp_path: Path, gathers: bool, level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks_memory, "can_gather", lambda: gathers)
+    host = host_with(tmp_path, {"/sys/kernel/mm/transparent_hugepage/shmem_enabled": "always advise [never]"})
+    assert checks_memory.check_shmem_pages(host, Config()).level is level
+    lazy = Config(cpu=CpuConfig(prefault=False))
+    assert checks_memory.check_shmem_pages(host, lazy).level is Level.WARN
 
 
 def test_huge_pages_that_nobody_uses(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ with the prefaulting threads are made certain by holding a chunk in the middle, 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import gc
 import os
@@ -20,7 +21,7 @@ import pytest
 
 from kvtierd.config import CpuConfig
 from kvtierd.errors import StartupError
-from kvtierd.memory import SEALS, SharedMapping, create_memfd
+from kvtierd.memory import HUGE_PAGE_BYTES, SEALS, SharedMapping, can_gather, create_memfd
 from kvtierd.model import slot_id
 from kvtierd.tiers import cpu, prefault
 from kvtierd.tiers.cpu import CpuPool
@@ -29,8 +30,11 @@ from tests.cpu.tools import MIB, memfd_page_bytes, memfds, page_bytes_of, until
 SLOT = 64 << 10
 
 
-def make_pool(capacity: str = "8MiB", extent: str = "1MiB", prefault: bool = True, threads: int = 2) -> CpuPool:
-    pool = CpuPool(CpuConfig(capacity=capacity, extent=extent, prefault=prefault, prefault_threads=threads))
+def make_pool(
+    capacity: str = "8MiB", extent: str = "1MiB", prefault: bool = True, threads: int = 2, huge_pages: bool = True
+) -> CpuPool:
+    config = CpuConfig(capacity=capacity, extent=extent, prefault=prefault, prefault_threads=threads, huge_pages=huge_pages)
+    pool = CpuPool(config)
     pool.start()
     return pool
 
@@ -103,6 +107,119 @@ def test_huge_pages_are_asked_for_but_never_reach_beyond_the_end() -> None:
         assert page_bytes_of(region.fd) == region.size_bytes
     finally:
         region.close()
+
+
+def huge_bytes(mapping: SharedMapping) -> int:
+    """Bytes of a mapping that this process has mapped as huge pages of shared memory, from the kernel's own list."""
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if match := re.match(r"([0-9a-f]+)-[0-9a-f]+ ", line):
+            inside = 0 <= int(match[1], 16) - mapping.address < mapping.size_bytes
+        elif inside and line.startswith("ShmemPmdMapped:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+def test_a_mapping_starts_where_a_huge_page_can_start() -> None:
+    for size in (4096, SLOT, HUGE_PAGE_BYTES, 5 * MIB):
+        region = prefault.Region(create_memfd("kvtierd-test", size), size)
+        assert region.mapping.address % HUGE_PAGE_BYTES == 0
+        region.mapping.view[:] = b"\x07" * size
+        assert os.pread(region.fd, size, 0) == b"\x07" * size
+        region.close()
+
+
+def test_mapping_takes_no_more_addresses_than_bytes() -> None:
+    def mapped() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+
+    fd = create_memfd("kvtierd-test", 64 * MIB)
+    before = mapped()
+    mappings = [SharedMapping(fd, 64 * MIB) for _ in range(32)]
+    assert mapped() - before < 32 * 65 * MIB
+    for mapping in mappings:
+        mapping.release()
+    gc.collect()
+    assert mapped() - before < 64 * MIB
+    os.close(fd)
+
+
+gathers = pytest.mark.skipif(not can_gather(), reason="this kernel gathers no huge pages of shared memory (Linux 6.1)")
+
+
+@gathers
+def test_memory_is_gathered_in_huge_pages_whatever_the_kernels_setting_is() -> None:
+    pool = make_pool(capacity="9MiB", extent="9MiB")
+    try:
+        until(lambda: pool.prefaulted_bytes == 9 * MIB)
+        pool.create(1, MIB, 9)
+        assert pool.huge_page_bytes == 8 * MIB
+        assert huge_bytes(pool._extents[1].region.mapping) == 8 * MIB
+        other = SharedMapping(pool.fd(1), 9 * MIB)  # as a client maps it
+        assert not any(other.view)
+        assert huge_bytes(other) == 8 * MIB
+    finally:
+        pool.close()
+
+
+def test_huge_pages_can_be_left_off() -> None:
+    pool = make_pool(capacity="8MiB", extent="8MiB", huge_pages=False)
+    try:
+        until(lambda: pool.prefaulted_bytes == 8 * MIB)
+        assert pool.huge_page_bytes == 0
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize("number, asked", [(errno.ENOMEM, prefault.MAX_REFUSALS), (errno.EAGAIN, 40)])
+def test_memory_without_a_free_huge_page_is_faulted_in_small_ones(
+    number: int, asked: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[int] = []
+
+    def refuse(self: SharedMapping, offset: int) -> None:
+        calls.append(offset)
+        raise OSError(number, "refused")
+
+    monkeypatch.setattr(SharedMapping, "gather", refuse)
+    monkeypatch.setattr(prefault, "can_gather", lambda: True)
+    pool = make_pool(capacity="80MiB", extent="40MiB", threads=1)
+    try:
+        until(lambda: pool.prefaulted_bytes == 80 * MIB)
+        assert len(calls) == asked
+        assert pool.huge_page_bytes == 0
+        assert ("small pages: [Errno 12] refused" in caplog.text) == (number == errno.ENOMEM)
+    finally:
+        pool.close()
+
+
+@gathers
+def test_a_cut_waits_for_a_huge_page_in_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else that one would put pages behind the end, and nobody would count them."""
+    inside, go_on = threading.Event(), threading.Event()
+    gather = SharedMapping.gather
+
+    def slow(self: SharedMapping, offset: int) -> None:
+        inside.set()
+        assert go_on.wait(20)
+        gather(self, offset)
+
+    monkeypatch.setattr(SharedMapping, "gather", slow)
+    pool = make_pool(capacity="4MiB", extent="4MiB", threads=1)
+    try:
+        assert inside.wait(20)
+        creating = threading.Thread(target=pool.create, args=(1, 3 * SLOT, 11))  # in the middle of the first huge page
+        creating.start()
+        creating.join(0.05)
+        assert creating.is_alive(), "it waits for the chunk"
+        go_on.set()
+        creating.join()
+        assert page_bytes_of(pool.fd(1)) == 33 * SLOT
+        until(lambda: pool.prefaulted_bytes == 4 * MIB)
+        assert memfd_page_bytes() == 4 * MIB
+    finally:
+        go_on.set()
+        pool.close()
 
 
 @pytest.mark.parametrize("size", [0, SLOT, 4 * SLOT, 100 * SLOT])
@@ -242,7 +359,7 @@ def test_a_chunk_never_puts_pages_behind_a_cut(monkeypatch: pytest.MonkeyPatch) 
         populate(self, offset, length)
 
     monkeypatch.setattr(SharedMapping, "populate", slow)
-    pool = make_pool(capacity="2MiB", extent="2MiB", threads=1)
+    pool = make_pool(capacity="2MiB", extent="2MiB", threads=1, huge_pages=False)
     try:
         assert inside.wait(20)
         pool.create(1, SLOT, 20)
@@ -255,14 +372,14 @@ def test_a_chunk_never_puts_pages_behind_a_cut(monkeypatch: pytest.MonkeyPatch) 
         pool.close()
 
 
-@pytest.mark.parametrize("populates", [True, False], ids=["populate", "old kernel"])
+@pytest.mark.parametrize("huge_pages, populates", [(True, True), (False, True), (True, False)], ids=["huge", "small", "old kernel"])
 @pytest.mark.parametrize("seed", range(4))
-def test_the_capacity_holds_whatever_happens(seed: int, populates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_capacity_holds_whatever_happens(seed: int, huge_pages: bool, populates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Extents come, are written to and go while threads fault in: pages of all memfds together stay within the capacity."""
     monkeypatch.setattr(prefault, "can_populate", lambda: populates)
     rng = random.Random(seed)
     capacity = 24 * MIB
-    pool = make_pool(capacity=str(capacity), extent="4MiB")
+    pool = make_pool(capacity=str(capacity), extent="4MiB", huge_pages=huge_pages)
     live: dict[int, tuple[int, int]] = {}
     retiring: dict[int, int] = {}
     retired: list[int] = []

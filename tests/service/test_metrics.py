@@ -166,7 +166,8 @@ def test_two_daemons_cannot_share_a_registry(metrics: Metrics) -> None:
         (lambda m: m.io_paths(Tier.NVME, ["o_direct", "gds"]), "io_path_active", {"tier": "nvme", "path": "o_direct"}, 1),
         (lambda m: m.io_paths(Tier.NVME, ["o_direct", "gds"]), "io_path_active", {"tier": "nvme", "path": "gds"}, 1),
         (lambda m: m.io_paths(Tier.NVME, ["o_direct", "tape"]), "io_path_active", {"tier": "nvme", "path": "other"}, 1),
-        (lambda m: m.prefaulted(5), "cpu_prefaulted_bytes", {}, 5),
+        (lambda m: m.prefaulted(5, 3), "cpu_prefaulted_bytes", {}, 5),
+        (lambda m: m.prefaulted(5, 3), "cpu_huge_page_bytes", {}, 3),
         (lambda m: m.draining(True), "draining", {}, 1),
     ],
 )
