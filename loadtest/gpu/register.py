@@ -1,9 +1,10 @@
 """How fast shared memory is made ready for DMA: faulted in and registered with CUDA, by one thread and by several.
 
-    python3 loadtest/gpu/register.py [--gb 8] [--output FILE]
+    python3 loadtest/gpu/register.py [--gb 8] [--huge-pages] [--output FILE]
 
-The memory is that of a daemon: memfds of 256 MiB whose pages exist, mapped anew each time, as by an engine that has just started.
-Also: how long a kernel launch of another thread takes meanwhile, since the driver holds a lock while it registers.
+The memory is that of a daemon: memfds of 256 MiB whose pages exist, in huge pages or small ones, mapped anew each time, as by an
+engine that has just started. Also: how long a kernel launch of another thread takes meanwhile, since the driver holds a lock while
+it registers.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvtierd.memory import SharedMapping, create_memfd  # noqa: E402
+from kvtierd.memory import HUGE_PAGE_BYTES, SharedMapping, create_memfd  # noqa: E402
 
 EXTENT_BYTES = 256 << 20
 
@@ -84,14 +85,23 @@ def measure(fds, threads, piece_bytes, fault_in):
     return found
 
 
+def make(fd, huge_pages):
+    mapping = SharedMapping(fd, EXTENT_BYTES)
+    for start in range(0, EXTENT_BYTES if huge_pages else 0, HUGE_PAGE_BYTES):
+        mapping.gather(start)
+    mapping.populate(0, EXTENT_BYTES)
+    mapping.release()
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=int, default=8)
+    parser.add_argument("--huge-pages", action="store_true", help="as the daemon does with cpu.huge_pages")
     parser.add_argument("--output", help="write the JSON to this file too")
     args = parser.parse_args()
     fds = [create_memfd(f"kvtierd-{n}", EXTENT_BYTES) for n in range(args.gb * 4)]
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda fd: SharedMapping(fd, EXTENT_BYTES).populate(0, EXTENT_BYTES), fds))
+        list(pool.map(lambda fd: make(fd, args.huge_pages), fds))
     rows = []
     for threads in (1, 2, 4, 8):
         for piece_mib, fault_in in ((64, False), (64, True), (256, True)):
