@@ -33,6 +33,7 @@ A block may have an expiry (``core/expiry.py``): then it is evicted as by a requ
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import IntEnum
 from typing import TYPE_CHECKING, Final
 
@@ -193,6 +194,18 @@ def ready_copy(block: Block) -> Copy:
     copy = block.copy_on(Tier(fastest(block.mask)))
     assert copy is not None
     return copy
+
+
+def flat_slots(copies: Iterable[Copy | None]) -> list[int]:
+    """Slots of copies, one after the other in shard order."""
+    found: list[int] = []
+    for copy in copies:
+        slots = copy.slots if copy is not None else ()
+        if isinstance(slots, int):  # looked at here: a tuple for each would take longer than all else
+            found.append(slots)
+        else:
+            found.extend(slots)
+    return found
 
 
 def check_block(block: Block) -> None:

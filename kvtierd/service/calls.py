@@ -251,7 +251,7 @@ class Calls:
             ticket=0 if not ticket.entries else ticket.ticket_id,
             indexes=indexes,
             slots=slots,
-            tiers=bytes(ticket.found_on[i] for i in indexes),
+            tiers=bytes(map(ticket.found_on.__getitem__, indexes)),
             done=done,
             reason=int(ticket.reason) if done else 0,  # type: ignore[arg-type]
         )
