@@ -8,6 +8,7 @@ open after the daemon has hung up, until :meth:`ExtentMap.close`: up to then thi
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import select
@@ -19,6 +20,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
 from kvtierd.client.descriptors import MAX_EXTENTS_PER_PACKET, DescriptorSocket, Signal, refusal
@@ -143,23 +146,41 @@ class ExtentMap:
         with self._lock:
             return frozenset(self._mapped)
 
-    def view(self, slot: int, length: int | None = None) -> Any:
-        """The first ``length`` bytes of a slot (all when None), mapped when it is the first of its extent.
+    def view(self, slot: int, length: int | None = None, count: int = 1) -> Any:
+        """The first ``length`` bytes of a slot, or of ``count`` slots side by side (all when None), mapped when it is the first of
+        its extent.
 
         A memoryview, or of GPU memory a :class:`~kvtierd.cuda.DeviceView`.
 
         Raises:
             DaemonUnavailableError: the connection is gone, or the daemon does not answer in time.
             RequestError: NOT_FOUND when the extent was revoked or is not this process's; LIMIT when this process has no room.
-            ValueError: the slot is shorter, or beyond the end of its extent.
+            ValueError: the slots are shorter, or beyond the end of their extent.
         """
         extent = self._usable.get(slot_extent(slot)) or self._map([slot_extent(slot)], self._timeout_s)[0]
         slot_bytes = extent.slot_bytes
         start = slot_index(slot) * slot_bytes
-        end = start + (slot_bytes if length is None else length)
-        if not start <= end <= start + slot_bytes or end > extent.mapping.size_bytes:
+        end = start + (slot_bytes * count if length is None else length)
+        if not start <= end <= start + slot_bytes * count or end > extent.mapping.size_bytes:
             raise ValueError(f"slot {slot_index(slot)} has no {length} bytes; its extent has slots of {slot_bytes} bytes")
         return extent.view[start:end]
+
+    def stretches(self, slots: npt.NDArray[np.int64], length: int, most_bytes: int) -> list[tuple[int, int]]:
+        """Where slots of mapped extents lie side by side, in order: (first, behind the last) of each stretch of them.
+
+        Args:
+            slots: (slot,) int64.
+            length: bytes that are used of each; less than a slot has leaves a gap, and each slot is a stretch of its own.
+            most_bytes: of one stretch, unless a slot alone has more.
+        """
+        most = max(1, most_bytes // max(1, length))
+        begins = np.flatnonzero(np.diff(slots, prepend=-2) != 1).tolist()  # extents are numbered above a slot's index
+        found: list[tuple[int, int]] = []
+        for begin, end in itertools.pairwise([*begins, len(slots)]):
+            extent = self._usable.get(slot_extent(int(slots[begin])))
+            step = most if extent is not None and extent.slot_bytes == length else 1
+            found.extend((at, min(at + step, end)) for at in range(begin, end, step))
+        return found
 
     def holds(self, extent_ids: Iterable[int]) -> bool:
         """Whether views of all these extents can be given out without asking the daemon."""

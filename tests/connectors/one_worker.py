@@ -26,7 +26,7 @@ class Worker:
 
     made = 0
 
-    def __init__(self, daemon: DaemonProcess, rank: int = 0, tp: int = 1) -> None:
+    def __init__(self, daemon: DaemonProcess, rank: int = 0, tp: int = 1, per_chunk: int = PER_CHUNK) -> None:
         Worker.made += 1
         self._tag = Worker.made
         self.cache = forms.packed()
@@ -37,7 +37,7 @@ class Worker:
         assert self.side.rank_layout is not None
         assert not self.side.rank_layout.error
         self.block_bytes = self.side.rank_layout.groups[0].block_bytes
-        self.client = Client(Namespace(shard_bytes=(PER_CHUNK * self.block_bytes,) * tp, model="w"), daemon.address)
+        self.client = Client(Namespace(shard_bytes=(per_chunk * self.block_bytes,) * tp, model="w"), daemon.address)
         assert self.client.wait_attached(30)
         self._ids = 0
         self.step(sessions=[self.session()])
@@ -60,7 +60,7 @@ class Worker:
         self._ids += 1
         return self._ids
 
-    def save(self, *chunks: tuple[int, int], key: int = 0, token: bytes | None = None) -> tuple[SaveJob, Any]:
+    def save(self, *chunks: tuple[int, ...], key: int = 0, token: bytes | None = None) -> tuple[SaveJob, Any]:
         reservation = self.client.reserve(self._keys(key, len(chunks)), 10.0)
         assert len(reservation.granted) == len(chunks), reservation.outcomes
         self.held.append(reservation)
@@ -69,7 +69,7 @@ class Worker:
         part = Part(0, reservation.session_token if token is None else token, np.asarray(slots, np.int64), ids)
         return SaveJob(self.job_id(), part), reservation
 
-    def load(self, *chunks: tuple[int, int], key: int = 0, timeout_s: float = 30.0, name: str = "r") -> LoadJob:
+    def load(self, *chunks: tuple[int, ...], key: int = 0, timeout_s: float = 30.0, name: str = "r") -> LoadJob:
         fetch = self.client.fetch(self._keys(key, len(chunks)), 10.0)
         self.held.append(fetch)
         slots: list[int] = []
@@ -110,7 +110,7 @@ class Worker:
         self.client.close()
 
 
-def put(worker: Worker, key: int, *chunks: tuple[int, int]) -> None:
+def put(worker: Worker, key: int, *chunks: tuple[int, ...]) -> None:
     """Save chunks and publish them."""
     job, reservation = worker.save(*chunks, key=key)
     worker.step(saves=[job])

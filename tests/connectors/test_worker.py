@@ -19,10 +19,12 @@ pytest.importorskip("torch", reason="torch is not installed here: run make test-
 pytest.importorskip("vllm.v1.core.sched.async_scheduler", reason="vLLM is not installed here: run make test-vllm")
 
 from kvtierd.client import Client
+from kvtierd.connectors.vllm import worker as worker_module
 from kvtierd.connectors.vllm.background import Background
 from kvtierd.connectors.vllm.metadata import KvtierdMetadata, LoadJob
 from kvtierd.connectors.vllm.worker import WorkerSide
 from kvtierd.errors import Reason, RequestError
+from kvtierd.memory import PAGE_BYTES
 from kvtierd.testing.daemon import DaemonProcess
 from tests.connectors.one_worker import PATIENCE_S, Worker, put
 
@@ -53,6 +55,29 @@ def test_blocks_that_take_no_part_are_left_alone(workers: Callable[..., Worker],
     worker.step(loads=[worker.load((-1, 5))])
     assert worker.loaded() == ({"r"}, set(), set())
     assert [worker.content(b) for b in range(7)] == [*kept[:5], kept[1], kept[6]]
+
+
+@pytest.mark.parametrize("most_bytes, expected", [(worker_module.STRETCH_BYTES, [8, 8]), (1, [4, 4, 4, 4])])
+def test_slots_side_by_side_are_copied_as_one(
+    most_bytes: int, expected: list[int], workers: Callable[..., Worker], daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "STRETCH_BYTES", most_bytes)
+    worker = workers(daemon, per_chunk=4)
+    assert 4 * worker.block_bytes % PAGE_BYTES == 0, "else there would be a gap behind each"
+    kept = [worker.content(b) for b in range(7)]
+    copied: list[int] = []
+    copier: Any = worker.side._copier
+    for name in ("save", "load"):
+        run = getattr(copier, name)
+        monkeypatch.setattr(
+            copier, name, lambda group, chunks, *more, run=run: run(group, (copied.append(len(c[1])) or c for c in chunks), *more)
+        )
+    put(worker, 0, (0, 1, 2, 3), (4, 5, -1, 6))
+    job = worker.load((6, 5, 4, 3), (2, 1, -1, 0))
+    worker.step(loads=[job])
+    assert worker.loaded() == ({"r"}, set(), set())
+    assert [worker.content(b) for b in (6, 5, 4, 3, 2, 1, 0)] == kept
+    assert copied == expected
 
 
 def test_memory_from_before_is_mapped_ahead(

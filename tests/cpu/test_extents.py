@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvtierd.client import extents as extents_module
@@ -48,6 +49,42 @@ def test_a_view_never_reaches_into_another_slot(daemon: Daemon, extent_map: Make
     for slot, length in ((0, SLOT + 1), (0, -1), (SLOTS, 1), (SLOTS, None)):
         with pytest.raises(ValueError, match="slots of"):
             extents.view(slot_id(extent_id, slot), length)
+
+
+def test_slots_side_by_side_have_one_view(daemon: Daemon, extent_map: MakeMap) -> None:
+    extent_id = daemon.extent()
+    extents = extent_map()
+    view = extents.view(slot_id(extent_id, 2), count=3)
+    assert len(view) == 3 * SLOT
+    view[SLOT : SLOT + 5] = b"hello"
+    assert bytes(daemon.pool.view(slot_id(extent_id, 3))[:5]) == b"hello"
+    assert len(extents.view(slot_id(extent_id, SLOTS - 2), 2 * SLOT - 1, 2)) == 2 * SLOT - 1
+    for slot, length, count in ((0, 2 * SLOT + 1, 2), (SLOTS - 1, None, 2), (0, SLOT + 1, 1)):
+        with pytest.raises(ValueError, match="slots of"):
+            extents.view(slot_id(extent_id, slot), length, count)
+
+
+@pytest.mark.parametrize(
+    ("slots", "length", "most", "expected"),
+    [
+        ([(0, 0), (0, 1), (0, 2)], SLOT, 99 * SLOT, [(0, 3)]),
+        ([(0, 0), (0, 1), (0, 2)], SLOT, 2 * SLOT, [(0, 2), (2, 3)]),
+        ([(0, 0), (0, 1), (0, 2)], SLOT, 1, [(0, 1), (1, 2), (2, 3)]),
+        ([(0, 0), (0, 1), (0, 2)], SLOT - 1, 99 * SLOT, [(0, 1), (1, 2), (2, 3)]),
+        ([(0, 2), (0, 1), (0, 1), (0, 2)], SLOT, 99 * SLOT, [(0, 1), (1, 2), (2, 4)]),
+        ([(0, 5), (1, 6), (1, 7), (0, 8)], SLOT, 99 * SLOT, [(0, 1), (1, 3), (3, 4)]),
+        ([(0, 0)], SLOT, 99 * SLOT, [(0, 1)]),
+        ([], SLOT, 99 * SLOT, []),
+    ],
+)
+def test_stretches_are_slots_side_by_side_that_are_used_whole(
+    daemon: Daemon, extent_map: MakeMap, slots: list[tuple[int, int]], length: int, most: int, expected: list[tuple[int, int]]
+) -> None:
+    wanted = [daemon.extent(), daemon.extent()]
+    extents = extent_map()
+    extents.map(wanted)
+    ids = np.array([slot_id(wanted[extent], index) for extent, index in slots], np.int64)
+    assert extents.stretches(ids, length, most) == expected
 
 
 def test_extents_are_mapped_once_and_no_descriptor_stays(daemon: Daemon, extent_map: MakeMap) -> None:

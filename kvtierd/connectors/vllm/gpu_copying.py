@@ -26,11 +26,14 @@ from kvtierd.memory import SharedMapping
 
 SLAB_BYTES: Final = 32 << 20
 """Device memory of one slab; as much as a block where that is larger."""
-DIRECT_BYTES: Final = 256 << 20
-"""What one kernel moves between blocks and slots on the device: as long as it runs, it shares the device with the engine's."""
+DIRECT_SAVE_BYTES: Final = 256 << 20
+DIRECT_LOAD_BYTES: Final = 1 << 30
+"""What one kernel moves between blocks and slots on the device: as long as it runs, it shares the device with the engine's. A load
+is waited for, and launching a kernel takes about as long as moving 256 MiB."""
 MAX_QUEUED_SAVES: Final = 8
-MAX_QUEUED_LOADS: Final = 32
-"""Portions that are queued on the device: some milliseconds of work, and of loads as much as a step may be begun early by."""
+MAX_QUEUED_LOADS: Final = 64
+"""Portions that are queued on the device: some milliseconds of work, and of loads as much as a step may be begun early by. One that
+is launched kernel by kernel takes 30 to 40 ms, in which 2 GB are loaded from host memory."""
 SAVE_PRIORITY: Final = 0
 LOAD_PRIORITY: Final = -1
 """Requests wait for loads, nobody waits for saves."""
@@ -116,7 +119,8 @@ class CudaBlockCopier(BlockCopier):
             # Inference mode, since the engine's tensors may have been made in it, and could not be written outside.
             with torch.inference_mode(), torch.cuda.device(self._device):
                 lane.wait_for(fence)
-                for portion in self._portions(blocks.block_bytes, self._checked(blocks, chunks), cancelled):
+                direct_bytes = DIRECT_SAVE_BYTES if on_queued is None else DIRECT_LOAD_BYTES
+                for portion in self._portions(blocks.block_bytes, direct_bytes, self._checked(blocks, chunks), cancelled):
                     if gate.wanted:
                         lane.synchronize()
                         gate.let_pass()
@@ -140,14 +144,16 @@ class CudaBlockCopier(BlockCopier):
                 raise ValueError(f"blocks {list(block_ids)} are not all among the engine's {self._num_blocks} blocks")
             yield view, block_ids
 
-    def _portions(self, block_bytes: int, chunks: Iterable[Chunk], cancelled: Callable[[], bool]) -> Iterator[_Portion]:
+    def _portions(
+        self, block_bytes: int, direct_bytes: int, chunks: Iterable[Chunk], cancelled: Callable[[], bool]
+    ) -> Iterator[_Portion]:
         """Cut chunks into portions: what fits a slab, and what one kernel moves within the device."""
         portion = _Portion()
         for number, (view, block_ids) in enumerate(chunks):
             if cancelled():
                 break
             direct = isinstance(view, DeviceView) and can_move_rows()
-            limit = max(1, (DIRECT_BYTES if direct else self._slab_bytes) // block_bytes)
+            limit = max(1, (direct_bytes if direct else self._slab_bytes) // block_bytes)
             if portion.block_ids and portion.direct is not direct:
                 yield portion
                 portion = _Portion(whole=number)

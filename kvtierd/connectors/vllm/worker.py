@@ -44,6 +44,8 @@ MAP_AHEAD_TIMEOUT_S: Final = 10.0
 """Longest wait for one extent that nobody waits for."""
 SUCCESSOR_S: Final = 0.2
 """A daemon that has ended has no successor, which might write to its memory, for longer than this."""
+STRETCH_BYTES: Final = 64 << 20
+"""Slots side by side are copied as one, up to so much: what is done for each of them takes longer than a GPU's copy of it."""
 MAX_ENDED: Final = 1024
 """Saves whose end is remembered."""
 
@@ -308,21 +310,22 @@ class WorkerSide:
 
         def queued(mark: object, whole: int) -> None:
             nonlocal queued_s
-            if on_queued is not None and whole == len(mine) and not extents.closed:
+            if on_queued is not None and whole == len(stretches) and not extents.closed:
                 queued_s = time.monotonic()
                 on_queued(mark)
 
         try:
             pp_size = int(self._config.parallel_config.pipeline_parallel_size)
             shards = pp_size if joined.session.replicated else pp_size * self._tp_size
-            mine = part.slots[self._shard(joined.session) :: shards].tolist()
-            joined.map(extents, mine, until_s)
+            mine = part.slots[self._shard(joined.session) :: shards]
+            joined.map(extents, mine.tolist(), until_s)
             ids = part.block_ids.tolist()
             size, block_bytes = len(ids) // len(mine), layout.groups[part.group].block_bytes
+            stretches = extents.stretches(mine, size * block_bytes, STRETCH_BYTES)
             begun_s = time.monotonic()
             # One after the other, while those before are copied. Closed, it holds none, so that a revoked extent can be unmapped.
             with closing(
-                (extents.view(slot, size * block_bytes), ids[n * size : (n + 1) * size]) for n, slot in enumerate(mine)
+                (extents.view(int(mine[a]), (b - a) * size * block_bytes, b - a), ids[a * size : b * size]) for a, b in stretches
             ) as chunks:
                 whole = run(copier, chunks, queued)
             seconds = time.monotonic() - begun_s
@@ -330,7 +333,7 @@ class WorkerSide:
                 raise DaemonUnavailableError("the daemon went away during the copy")
         finally:
             joined.leave()
-        if whole is not None and whole < len(mine):
+        if whole is not None and whole < len(stretches):
             raise TimeoutError("the deadline passed")
         return int((part.block_ids >= 0).sum()) * block_bytes, seconds
 
