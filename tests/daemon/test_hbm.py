@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -78,12 +78,15 @@ def make(gpus: FakeGpus | RealGpus, make_daemon: MakeDaemon) -> MakeDaemon:
 class Engine:
     """One engine: its scheduler's client and one worker on a GPU."""
 
+    made: ClassVar[list[Engine]] = []
+
     def __init__(self, daemon: DaemonProcess, client: Client, gpu: int = 0) -> None:
         self.daemon = daemon
         self.client = client
         self._own = {bytes(BLOCK)}
         self.device = Device(gpu)
         self.worker = ExtentMap(client.descriptor_socket, client.session_token, device=self.device)
+        self.made.append(self)
 
     def ready(self) -> Engine:
         """Wait until it is given GPU memory."""
@@ -131,6 +134,14 @@ class Engine:
     def close(self) -> None:
         self.worker.close()
         self.client.close()
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    """A test that fails, or finds that a real driver does not fail when it is told to, leaves no engine open."""
+    yield
+    while Engine.made:
+        Engine.made.pop().close()
 
 
 def need_two(gpus: FakeGpus | RealGpus) -> None:
