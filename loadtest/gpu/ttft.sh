@@ -55,6 +55,8 @@ for run in "${runs[@]}"; do
     fs)
         mkdir -p "$work/fs"
         PYTHONHASHSEED=0 ttft fs --folder "$work/fs"
+        sync # what this one wrote is to be read from the disk, not from the page cache
+        [ ! -w /proc/sys/vm/drop_caches ] || echo 3 > /proc/sys/vm/drop_caches
         PYTHONHASHSEED=0 ttft fs --folder "$work/fs" --label fs-restart
         rm -rf "$work/fs"
         ;;
