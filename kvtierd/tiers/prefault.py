@@ -57,7 +57,8 @@ class Region:
         # Below here: the prefaulter's, under its lock.
         self.next_offset = 0
         self.busy = 0
-        self.adding = 0
+        self.adding: list[int] = []
+        """Where chunks in progress end that could put pages there even if the region was cut meanwhile."""
         self.stopped = False
 
     def cut(self, size_bytes: int) -> None:
@@ -122,10 +123,19 @@ class Prefaulter:
             self._changed.wait_for(lambda: region.busy == 0)
 
     def cut(self, region: Region, size_bytes: int) -> None:
-        """Shorten a region. Waits for chunks in progress that could put pages behind the end: a few milliseconds at most."""
+        """Shorten a region. Waits for chunks in progress that could put pages behind the end: a few milliseconds at most.
+
+        Raises:
+            OSError: it keeps its size.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: region.adding == 0)
-            region.cut(size_bytes)
+            before, region.size_bytes = region.size_bytes, size_bytes  # nothing behind the new end is begun from here on
+            try:
+                self._changed.wait_for(lambda: max(region.adding, default=0) <= size_bytes)
+                region.cut(size_bytes)
+            except BaseException:
+                region.size_bytes = before
+                raise
 
     def close(self) -> None:
         """End the threads and wait for them."""
@@ -177,7 +187,8 @@ class Prefaulter:
                 chunk = _Chunk(region, offset, length, gathers, adds=gathers or not self._populates)
                 region.next_offset += length
                 region.busy += 1
-                region.adding += chunk.adds
+                if chunk.adds:
+                    region.adding.append(offset + length)
                 return chunk
         return None
 
@@ -185,8 +196,9 @@ class Prefaulter:
         """Give a chunk back. Under the lock."""
         region = chunk.region
         region.busy -= 1
-        region.adding -= chunk.adds
-        if region.busy == 0 or region.adding == 0:
+        if chunk.adds:
+            region.adding.remove(chunk.offset + chunk.length)
+        if region.busy == 0 or chunk.adds:
             self._changed.notify_all()
 
     def _fault_in(self, chunk: _Chunk) -> None:

@@ -205,21 +205,58 @@ def test_a_cut_waits_for_a_huge_page_in_progress(monkeypatch: pytest.MonkeyPatch
         gather(self, offset)
 
     monkeypatch.setattr(SharedMapping, "gather", slow)
-    pool = make_pool(capacity="4MiB", extent="4MiB", threads=1)
+    pool = make_pool(capacity="2MiB", extent="2MiB", threads=1)
     try:
         assert inside.wait(20)
-        creating = threading.Thread(target=pool.create, args=(1, 3 * SLOT, 11))  # in the middle of the first huge page
+        creating = threading.Thread(target=pool.create, args=(1, SLOT, 20))  # in the middle of the huge page
         creating.start()
         creating.join(0.05)
         assert creating.is_alive(), "it waits for the chunk"
         go_on.set()
         creating.join()
-        assert page_bytes_of(pool.fd(1)) == 33 * SLOT
-        until(lambda: pool.prefaulted_bytes == 4 * MIB)
-        assert memfd_page_bytes() == 4 * MIB
+        assert page_bytes_of(pool.fd(1)) == 20 * SLOT
+        until(lambda: pool.prefaulted_bytes == 2 * MIB)
+        assert memfd_page_bytes() == 2 * MIB
     finally:
         go_on.set()
         pool.close()
+
+
+@pytest.mark.parametrize("populates", [True, False], ids=["huge pages", "old kernel"])
+def test_a_cut_waits_for_no_chunk_before_the_end(populates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor for those that would be begun meanwhile."""
+    some, go_on = threading.Semaphore(0), threading.Event()
+
+    def slow(*_: object) -> None:
+        assert go_on.is_set() or some.acquire(timeout=20)
+
+    monkeypatch.setattr(SharedMapping, "gather", slow)
+    monkeypatch.setattr(prefault, "allocate", slow)
+    monkeypatch.setattr(prefault, "can_gather", lambda: populates)
+    monkeypatch.setattr(prefault, "can_populate", lambda: populates)
+    asked: list[int] = []
+    prefaulter = prefault.Prefaulter(2, huge_pages=True, refill=lambda: asked.append(1) is not None)
+    region = prefault.Region(create_memfd("kvtierd-test", 64 * MIB), 64 * MIB)
+    prefaulter.start()
+    try:
+        prefaulter.add(region, urgent=True)
+        until(lambda: region.adding == [2 * MIB, 4 * MIB])
+        prefaulter.cut(region, 33 * MIB)
+        assert region.adding == [2 * MIB, 4 * MIB], "it did not wait for these"
+        cutting = threading.Thread(target=prefaulter.cut, args=(region, 3 * MIB))
+        cutting.start()
+        until(lambda: region.size_bytes == 3 * MIB)
+        some.release()
+        some.release()
+        cutting.join(20)
+        assert not cutting.is_alive()
+        assert region.next_offset <= 6 * MIB, "nothing behind the new end was begun"
+    finally:
+        go_on.set()
+        some.release()
+        some.release()
+        prefaulter.close()
+        region.close()
 
 
 @pytest.mark.parametrize("size", [0, SLOT, 4 * SLOT, 100 * SLOT])
