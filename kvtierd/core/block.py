@@ -197,10 +197,11 @@ def ready_copy(block: Block) -> Copy:
 
 
 def flat_slots(copies: Iterable[Copy | None]) -> list[int]:
-    """Slots of copies, one after the other in shard order."""
+    """Slots of copies that are all there, one after the other in shard order."""
     found: list[int] = []
     for copy in copies:
-        slots = copy.slots if copy is not None else ()
+        assert copy is not None
+        slots = copy.slots
         if isinstance(slots, int):  # looked at here: a tuple for each would take longer than all else
             found.append(slots)
         else:

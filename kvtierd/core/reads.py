@@ -101,15 +101,15 @@ class Reads:
         found_on = bytearray()
         blocks: list[Block] = []
         waiting: list[int] = []
-        rising, reason = False, Reason.UNSPECIFIED
+        rising, waits, reason = False, False, Reason.UNSPECIFIED
         for index, key in enumerate(keys):
-            block, entry = realm.index.get(key), Entry.MISSING
+            block = realm.index.get(key)
             copy: Copy | None = None
             if block is not None and block.mask and block.expires_s > now:
                 # What its session has no room for waits, as what its reader cannot read does.
                 copy = None if held + size > limit and held > 0 else state.readable(block, devices)
-                entry = Entry.WAITING if copy is None else Entry.READY
-                if copy is None or rising:
+                waits = copy is None
+                if waits or rising:
                     copy = self._source(block, copy, rising=rising)
                     reason = reason if copy is not None else Reason.BUSY
             if block is None or copy is None:
@@ -121,12 +121,12 @@ class Reads:
                 continue
             blocks.append(block)
             held += size
-            if entry == Entry.WAITING:
+            if waits:
                 waiting.append(index)
                 rising = rising or copy.tier is not Tier.CPU
             state.pin(copy)
             copies.append(copy)
-            entries.append(entry)
+            entries.append(Entry.WAITING if waits else Entry.READY)
             found_on.append(block.mask & -block.mask)
         session.ticket_bytes += (len(blocks) - len(waiting)) * size
         state.use(now, realm, blocks)

@@ -179,7 +179,7 @@ def _flag_families(flags: Flags) -> list[Metric]:
             ("folder",),
         ),
         _gauge("kvtierd_cpu_prefaulted_bytes", "Bytes of the CPU pool that are faulted in.", [((), flags.prefaulted_bytes)]),
-        _gauge("kvtierd_cpu_huge_page_bytes", "Bytes of these that were gathered in huge pages.", [((), flags.huge_page_bytes)]),
+        _gauge("kvtierd_cpu_huge_page_bytes", "Bytes of the CPU pool gathered in huge pages.", [((), flags.huge_page_bytes)]),
         _gauge("kvtierd_ready", "1 while the daemon is ready to serve.", [((), float(flags.ready))]),
         _gauge("kvtierd_draining", "1 while the daemon drains and takes no saves.", [((), float(flags.draining))]),
         _gauge(
