@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvtierd.client import Client
-from kvtierd.connectors.vllm import pools
+from kvtierd.connectors.vllm import pools, worker
 from kvtierd.connectors.vllm.connector import KvtierdConnector
 from kvtierd.connectors.vllm.copying import CpuBlockCopier
 from kvtierd.model import Namespace
@@ -59,8 +59,8 @@ class FaultyConnector(KvtierdConnector):
 
 
 def _arm(faults: dict[str, Any]) -> Callable[[], None]:
-    """Replace the copies of this process. Returns what undoes it."""
-    save, load = CpuBlockCopier.save, CpuBlockCopier.load
+    """Replace the copies of this process, which are of one slot at a time then. Returns what undoes it."""
+    save, load, stretch_bytes = CpuBlockCopier.save, CpuBlockCopier.load, worker.STRETCH_BYTES
     kept: dict[int, bytes] = {}
 
     def faulty_save(self: CpuBlockCopier, group: int, chunks: Any, fence: object | None) -> None:
@@ -83,8 +83,10 @@ def _arm(faults: dict[str, Any]) -> Callable[[], None]:
         return load(self, group, chunks, *more)
 
     CpuBlockCopier.save, CpuBlockCopier.load = faulty_save, faulty_load  # type: ignore[method-assign]
+    worker.STRETCH_BYTES = 1  # type: ignore[misc]
 
     def put_back() -> None:
         CpuBlockCopier.save, CpuBlockCopier.load = save, load  # type: ignore[method-assign]
+        worker.STRETCH_BYTES = stretch_bytes  # type: ignore[misc]
 
     return put_back
