@@ -238,7 +238,7 @@ class EngineProcess:
             status = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             stacks = self._stacks()
-            raise AssertionError(f"the engine did not end in {timeout_s} s:\n{stacks[-LOG_TAIL:]}") from None
+            raise AssertionError(f"the engine did not end in {timeout_s} s:\n{stacks[-4 * LOG_TAIL :]}") from None
         finally:
             wall_s = time.monotonic() - self.began_s
             self.kill()
@@ -249,8 +249,11 @@ class EngineProcess:
         return Report(written["vllm"], engines, log, wall_s)
 
     def _stacks(self) -> str:
-        """The log with the Python stacks of a process that hangs (the engine enables faulthandler)."""
-        os.kill(self.process.pid, signal.SIGABRT)
+        """The log with the Python stacks of all processes of an engine that hangs (each enables faulthandler)."""
+        try:
+            os.killpg(self.process.pid, signal.SIGABRT)
+        except ProcessLookupError:  # it does not lead its group yet
+            os.kill(self.process.pid, signal.SIGABRT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(10)
         return self.log()
