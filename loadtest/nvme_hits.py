@@ -4,8 +4,8 @@
 
 Each round loads the same blocks, which are on NVMe only, and reads the files that hold them with as many threads as the daemon has
 I/Os in flight, into huge pages; which of the two comes first changes each time. A hit ends when all lies verified in shared memory,
-from where an engine copies it to its GPU. One I/O is one block and its header in both. How much
-the disk was asked for at a time comes with it: where pages lie scattered, a disk that takes few pieces a request gets smaller ones.
+from where an engine copies it to its GPU. One I/O is one block and its header in both. How much the disk was asked for at a time
+comes with it: where pages lie scattered, a disk that takes few pieces a request gets smaller ones.
 Prints the table of results/nvme_hits.md.
 """
 
